@@ -1,0 +1,42 @@
+"""What a task is: a question that the environment may know, and the gold that only judges and the oracle see."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cuewalk.memory.records import Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the environment may know. Group by `id`, never by text: equal texts can be different questions."""
+
+    id: str
+    conversation_id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gold:
+    """What only judges and the oracle see.
+
+    Attributes:
+        answer: The reference answer.
+        evidence: Ids of the messages that support it; empty where the data give none.
+        category: 1 multi-hop, 2 temporal, 3 open-domain, 4 single-hop, 6 knowledge-update (synthetic only);
+            LoCoMo's 5 (adversarial) is not loaded. Compare by number: names differ between papers.
+        clean: False where the errata mark the answer or the evidence wrong.
+    """
+
+    answer: str
+    evidence: tuple[str, ...]
+    category: int
+    clean: bool = True
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Conversations with questions about them, and the gold apart, by question id."""
+
+    conversations: Mapping[str, Conversation]
+    questions: tuple[Question, ...]
+    gold: Mapping[str, Gold]

@@ -1,0 +1,90 @@
+"""State as text. The transcript is append-only: the first observation shows all, a later one only what is new."""
+
+import unicodedata
+from collections.abc import Iterable
+
+from cuewalk.env.actions import MAX_EXPAND
+from cuewalk.env.state import Change, EnvConfig, State
+from cuewalk.memory import Link, MemoryGraph
+
+RENDERER = "1"
+"""Raised whenever the same state would read differently: a policy is bound to what it was trained on."""
+
+KIND_LETTERS = {"segment": "e", "adjacent": "n", "anchor": "a", "similar": "m", "search": "s"}
+
+INSTRUCTION = (
+    f"Which memories answer the question? Reply with one line: EXPAND and 1 to {MAX_EXPAND} letters of candidates, "
+    "best first; REFINE and a new search; or STOP."
+)
+
+
+def first_observation(graph: MemoryGraph, question: str, state: State, config: EnvConfig) -> str:
+    """Show the whole state: question, costs, budget, W as cut values, F as lines."""
+    costs = f"EXPAND costs {config.expand_cost} a letter, REFINE {config.refine_cost}, STOP 0."
+    lines = [
+        INSTRUCTION,
+        f"Question: {plain(question)}",
+        "Read:",
+        *_read_lines(graph, state.working, config),
+        "Candidates:",
+        *_candidate_lines(graph, state.frontier, config),
+        f"{costs} Budget {state.budget}.",
+    ]
+    return "\n".join(lines)
+
+
+def next_observation(graph: MemoryGraph, state: State, change: Change, config: EnvConfig) -> str:
+    """Show what one step changed, and the budget left."""
+    lines = []
+    if change.bad is not None:
+        lines.append(f"Bad action: {change.bad.replace('_', ' ')}.")
+    if change.added:
+        lines += ["Read:", *_read_lines(graph, change.added, config)]
+    if change.candidates:
+        lines += ["Candidates:", *_candidate_lines(graph, change.candidates, config)]
+    lines.append(f"Budget {state.budget}.")
+    return "\n".join(lines)
+
+
+def plain(text: str) -> str:
+    """Make untrusted text one line without control, zero-width or bidirectional characters or token brackets.
+
+    One line, so that it can't forge a candidate or an action; `<|` is broken, so that it can't even look like a
+    special token (that it can't become one is the tokenizer's part: cuewalk.rl.transcript).
+    """
+    spaced = " ".join(text.split())
+    kept = "".join(character for character in spaced if unicodedata.category(character)[0] != "C")
+    return kept.replace("<|", "< |").replace("|>", "| >")
+
+
+def _read_lines(graph: MemoryGraph, entries: Iterable[str], config: EnvConfig) -> list[str]:
+    lines = []
+    for entry_id in entries:
+        entry = graph.entries[entry_id]
+        date = f"{entry.time.day} {_MONTHS[entry.time.month - 1]} {entry.time:%y}"
+        said = " / ".join(graph.messages[source].text for source in entry.sources)
+        lines.append(f"- {plain(entry.speaker)} {date}: {_cut(said, config.value_words)}")
+    return lines
+
+
+def _candidate_lines(
+    graph: MemoryGraph, candidates: Iterable[tuple[str, Link]], config: EnvConfig
+) -> list[str]:
+    """Write `H 7e Caroline: adoption agency interview`: letter, score digit, link letter, speaker, abstraction."""
+    lines = []
+    for label, link in candidates:
+        entry = graph.entries[link.entry]
+        digit = min(9, max(0, int(10 * link.score)))
+        text = plain(entry.abstraction)
+        speaker = plain(entry.speaker)
+        named = text if text.startswith(speaker) else f"{speaker}: {text}"
+        lines.append(f"{label} {digit}{KIND_LETTERS[link.kind]} {_cut(named, config.abstraction_words)}")
+    return lines
+
+
+def _cut(text: str, words: int) -> str:
+    parts = plain(text).split(" ")
+    return " ".join(parts[:words]) + ("…" if len(parts) > words else "")
+
+
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")

@@ -1,0 +1,195 @@
+"""The decision process: state (q, W, F, b), and one pure transition (Memora, Algorithm 1, made explicit)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from cuewalk.env.actions import LABELS, Action, Bad, Expand, Refine, Stop
+from cuewalk.memory import LINK_KINDS, Link, MemoryGraph
+
+
+class Ending(StrEnum):
+    """How a trajectory ended."""
+
+    STOPPED = "stopped"
+    BUDGET = "budget"
+    MALFORMED = "malformed"
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    """The rules. Training, evaluation and serving may differ in them; the class that follows them is one.
+
+    Attributes:
+        k: Entries of the free first search, W_0.
+        budget: B, what a trajectory may spend.
+        frontier_cap: Candidates shown at the start, |F_0|.
+        new_lines: Candidates added by one later step at most.
+        links: Link kinds that make candidates; `search` alone is the control `next_hits`.
+        expand_cost: Of one entry.
+        refine_cost: Of one new query.
+        bad_cost: Of a bad action.
+        value_words: An entry's value is cut for the policy after so many words (a reader gets all of it).
+        abstraction_words: A candidate's abstraction is cut after so many words.
+    """
+
+    k: int = 5
+    budget: int = 6
+    frontier_cap: int = 24
+    new_lines: int = 4
+    links: tuple[str, ...] = LINK_KINDS
+    expand_cost: int = 1
+    refine_cost: int = 1
+    bad_cost: int = 1
+    value_words: int = 20
+    abstraction_words: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("k", "expand_cost", "refine_cost", "bad_cost", "value_words", "abstraction_words"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"env.{name} = {getattr(self, name)}: must be at least 1")
+        for name in ("budget", "frontier_cap", "new_lines"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"env.{name} = {getattr(self, name)}: must be at least 0")
+        if unknown := set(self.links) - set(LINK_KINDS):
+            raise ValueError(f"env.links: unknown kinds {sorted(unknown)}; choose from {', '.join(LINK_KINDS)}")
+        if (most := self.frontier_cap + self.budget * self.new_lines) > len(LABELS):
+            raise ValueError(
+                f"env: frontier_cap {self.frontier_cap} + budget {self.budget} x new_lines {self.new_lines} = {most} "
+                f"labels, but there are {len(LABELS)} letters; lower one of them"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where a trajectory stands.
+
+    Attributes:
+        query: q, the current query.
+        working: W, entry ids in order of entry.
+        frontier: F, label -> candidate, in order of showing; labels taken are gone from it.
+        budget: b.
+        queries: Every query searched so far.
+        taken: Labels that were expanded.
+        shown: How many labels were given out (they are never reused).
+        bad_streak: Bad actions in a row.
+        ending: None while the trajectory goes on.
+    """
+
+    query: str
+    working: tuple[str, ...]
+    frontier: tuple[tuple[str, Link], ...]
+    budget: int
+    queries: tuple[str, ...]
+    taken: frozenset[str] = frozenset()
+    shown: int = 0
+    bad_streak: int = 0
+    ending: Ending | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one step changed, all that an observation needs to tell.
+
+    Attributes:
+        added: Entries that came into W.
+        candidates: Lines that came into F, label and candidate.
+        cost: What was spent.
+        bad: Why the action was bad, one of `BAD_REASONS`, else None.
+    """
+
+    added: tuple[str, ...] = ()
+    candidates: tuple[tuple[str, Link], ...] = ()
+    cost: int = 0
+    bad: str | None = None
+
+
+def first_state(graph: MemoryGraph, question: str, config: EnvConfig, labels: str = LABELS) -> State:
+    """Run the free first search: W_0 is its best k, F_0 what they link to and the next hits."""
+    working = tuple(hit.entry for hit in graph.search(question, config.k))
+    found = graph.frontier(question, working, set(working), config.links, config.frontier_cap)
+    frontier = tuple(zip(labels, found, strict=False))
+    ending = Ending.BUDGET if config.budget == 0 else None
+    return State(question, working, frontier, config.budget, (question,), shown=len(frontier), ending=ending)
+
+
+def apply(
+    state: State, action: Action, graph: MemoryGraph, config: EnvConfig, labels: str = LABELS
+) -> tuple[State, Change]:
+    """Return the next state and what changed. Pure.
+
+    A legal action dearer than the budget is not executed and ends the trajectory as `budget`; so does a budget
+    of 0 after any action. A bad action costs `bad_cost`, at most what is left; the second in a row ends the
+    trajectory as `malformed`.
+
+    Raises:
+        ValueError: If the trajectory has ended.
+    """
+    if state.ending is not None:
+        raise ValueError(f"the trajectory has ended ({state.ending}); call reset before another step")
+    if isinstance(action, Stop):
+        return replace(state, ending=Ending.STOPPED, bad_streak=0), Change()
+    if isinstance(action, Expand):
+        candidates = dict(state.frontier)
+        if reason := _expand_fault(action, state):
+            return _bad(state, reason, config)
+        cost = config.expand_cost * len(action.labels)
+        if cost > state.budget:
+            return replace(state, ending=Ending.BUDGET, bad_streak=0), Change()
+        added = tuple(candidates[label].entry for label in action.labels)
+        kept = tuple((label, link) for label, link in state.frontier if label not in action.labels)
+        state = replace(state, working=state.working + added, frontier=kept, taken=state.taken | set(action.labels))
+        found = graph.frontier(state.query, added, _known(state), config.links, config.new_lines)
+        return _advance(state, found, Change(added=added, cost=cost), labels)
+    if isinstance(action, Refine):
+        if _same(action.query) in map(_same, state.queries):
+            return _bad(state, "repeated_query", config)
+        if config.refine_cost > state.budget:
+            return replace(state, ending=Ending.BUDGET, bad_streak=0), Change()
+        state = replace(state, query=action.query, queries=(*state.queries, action.query))
+        found = graph.search(action.query, config.new_lines, _known(state)) if config.new_lines else []
+        return _advance(state, found, Change(cost=config.refine_cost), labels)
+    return _bad(state, action.reason, config)
+
+
+def _expand_fault(action: Expand, state: State) -> str | None:
+    """Return why an expansion is not legal in this state."""
+    if not state.frontier:
+        return "empty_frontier"
+    candidates = dict(state.frontier)
+    if any(label in state.taken for label in action.labels):
+        return "taken_label"
+    if any(label not in candidates for label in action.labels):
+        return "unknown_label"
+    return None
+
+
+def _advance(state: State, found: Sequence[Link], change: Change, labels: str) -> tuple[State, Change]:
+    lines = tuple(zip(labels[state.shown :], found, strict=False))
+    budget = state.budget - change.cost
+    ending = Ending.BUDGET if budget == 0 else None
+    following = replace(
+        state,
+        frontier=state.frontier + lines,
+        shown=state.shown + len(lines),
+        budget=budget,
+        bad_streak=0,
+        ending=ending,
+    )
+    return following, replace(change, candidates=lines)
+
+
+def _bad(state: State, reason: str, config: EnvConfig) -> tuple[State, Change]:
+    cost = min(config.bad_cost, state.budget)
+    streak = state.bad_streak + 1
+    budget = state.budget - cost
+    ending = Ending.MALFORMED if streak == 2 else Ending.BUDGET if budget == 0 else None
+    return replace(state, budget=budget, bad_streak=streak, ending=ending), Change(cost=cost, bad=reason)
+
+
+def _known(state: State) -> set[str]:
+    return {*state.working, *(link.entry for _, link in state.frontier)}
+
+
+def _same(query: str) -> str:
+    return " ".join(query.casefold().split())

