@@ -12,6 +12,10 @@ RENDERER = "1"
 
 KIND_LETTERS = {"segment": "e", "adjacent": "n", "anchor": "a", "similar": "m", "search": "s"}
 
+QUESTION_WORDS = 60
+MAX_WORD = 10
+"""Characters a word may take on average, so that a text without spaces can't flood the transcript."""
+
 INSTRUCTION = (
     f"Which memories answer the question? Reply with one line: EXPAND and 1 to {MAX_EXPAND} letters of candidates, "
     "best first; REFINE and a new search; or STOP."
@@ -23,7 +27,7 @@ def first_observation(graph: MemoryGraph, question: str, state: State, config: E
     costs = f"EXPAND costs {config.expand_cost} a letter, REFINE {config.refine_cost}, STOP 0."
     lines = [
         INSTRUCTION,
-        f"Question: {plain(question)}",
+        f"Question: {_cut(question, QUESTION_WORDS)}",
         "Read:",
         *_read_lines(graph, state.working, config),
         "Candidates:",
@@ -83,8 +87,9 @@ def _candidate_lines(
 
 
 def _cut(text: str, words: int) -> str:
-    parts = plain(text).split(" ")
-    return " ".join(parts[:words]) + ("…" if len(parts) > words else "")
+    whole = plain(text)
+    cut = " ".join(whole.split(" ")[:words])[: words * MAX_WORD]
+    return cut + ("…" if len(cut) < len(whole) else "")
 
 
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")

@@ -1,17 +1,20 @@
 """Synthetic conversations of two people over many sessions, with questions and gold evidence; own words only.
 
-A conversation is made of short threads. A *topic thread* has an opener that names the topic ("how is the pottery
-thing going?") and a reply that tells the fact, mostly in other words than the question uses ("the second glaze
-cracked, so I switched to raku"): the question finds the opener, and the evidence lies beside it. A fact told *in
-passing* has no opener and stands alone among small talk, which plain search and one hop may both miss. Both people
-tell about the same topics, so each one's facts distract from the other's.
+A conversation is made of short threads between small talk. In most, one person asks about a topic ("how is the
+pottery thing going?") and the other's reply tells a fact in other words than the question about it will use ("the
+second glaze cracked, so I switched to raku"): the question finds the opener, and the evidence lies beside it or
+shares a name with it. Some facts are told unasked after naming the topic, which plain search finds; some in
+passing, which search and one hop often miss. Both people tell about the same topics, so each one's facts distract
+from the other's.
 
-Names, topics, values and templates are in `synthetic.json`, apart for each split.
+Names, topics, values and templates are in `synthetic.json`, apart for each split. The shares below were set by
+measuring search and frontier on all three splits (`tests/env/test_synthetic.py` holds the ranges).
 """
 
 import json
 import random
 import string
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -27,10 +30,13 @@ SPLITS = ("train", "val", "test")
 MULTI_HOP, TEMPORAL, OPEN_DOMAIN, SINGLE_HOP, UPDATE = 1, 2, 3, 4, 6
 
 MIN_MESSAGES = 40
-SESSION_MESSAGES = 11  # on average
-CONTENT = 0.8  # share of the messages that topic threads may take before small talk fills the rest
+SESSION_MESSAGES = 14  # on average
+CONTENT = 0.75  # share of the messages that topic threads may take before small talk fills the rest
 PAUSED = 0.2  # share of topic threads in which something comes between opener and reply
-PASSING = 0.5  # share of the facts of lists, bridges and updates that are told in passing
+DIRECT = 0.3  # share of the facts told without being asked, after naming the topic
+ECHO = 0.35  # share of the replies that name the topic themselves
+BURIED = 0.75  # share of the facts told in passing that come at the end of a message about something else
+PASSING = 0.7  # share of the facts of lists, bridges and updates that are told in passing
 
 Words = Mapping[str, Any]
 Frame = Mapping[str, Any]
@@ -60,21 +66,22 @@ class _Draft:
     words: Words
     speakers: tuple[str, str]
     times: Sequence[datetime]  # of the sessions
-    threads: list[list[tuple[_Line, ...]]] = field(default_factory=list)  # of each session
+    threads: list[list[tuple[_Line, ...]]]  # of each session
+    strangers: list[str]  # third persons not yet introduced
     asks: list[_Ask] = field(default_factory=list)
-    strangers: list[str] = field(default_factory=list)  # third persons not yet introduced
+    uses: Counter[str] = field(default_factory=Counter)  # of templates
     tags: int = 0
 
 
-def generate(split: str, *, conversations: int, seed: int, messages: int = 125) -> Tasks:
+def generate(split: str, *, conversations: int, seed: int, messages: int = 135) -> Tasks:
     """Make conversations with about 25 questions each; the same arguments give the same tasks.
 
     Args:
         split: `train`, `val` or `test`: they share no name, topic, value or template.
         conversations: How many; the first n are the same however many are asked for.
         seed: Any number.
-        messages: Of each conversation, at least 40. There are about 25 questions from 125 messages on, and fewer
-            in shorter conversations.
+        messages: Of each conversation, at least 40. There are about 25 questions at 135 messages, fewer in
+            shorter conversations and no more than about 40 in longer ones.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -117,10 +124,11 @@ def _draft(rng: random.Random, words: Words, messages: int) -> _Draft:
     first, second = rng.sample(words["names"], 2)
     sessions = max(4, round(messages / SESSION_MESSAGES))
     strangers = rng.sample(words["slots"]["friend"], len(words["slots"]["friend"]))
-    draft = _Draft(rng, words, (first, second), _dates(rng, sessions), [[] for _ in range(sessions)], [], strangers)
+    threads: list[list[tuple[_Line, ...]]] = [[] for _ in range(sessions)]
+    draft = _Draft(rng, words, (first, second), _dates(rng, sessions), threads, strangers)
     waiting = {kind: rng.sample(frames, len(frames)) for kind, frames in words["frames"].items()}
     for kind in _ORDER:
-        size = sum(len(thread) + 0.4 for threads in draft.threads for thread in threads) + 2 * sessions
+        size = sum(len(thread) + 0.4 for threads in draft.threads for thread in threads) + 3 * sessions
         if size > CONTENT * messages:
             break
         if waiting[kind]:
@@ -146,7 +154,7 @@ def _dates(rng: random.Random, sessions: int) -> list[datetime]:
 def _write_single(draft: _Draft, frame: Frame) -> None:
     values = draft.rng.sample(frame["values"], 2)
     for who, value in enumerate(values):
-        tag = _tell(draft, _sessions(draft, 1)[0], who, frame["open"], frame["tell"], v=value)
+        tag = _tell(draft, _sessions(draft, 1)[0], who, frame["open"], frame["tell"], frame["topic"], v=value)
         _ask(draft, who, frame["ask"], value, (tag,), SINGLE_HOP)
 
 
@@ -155,33 +163,33 @@ def _write_temporal(draft: _Draft, frame: Frame) -> None:
     for who in (0, 1):
         session = _sessions(draft, 1)[0]
         phrase, days = _when(draft.rng, draft.times[session])
-        tag = _tell(draft, session, who, frame["open"], frame["tell"], when=phrase)
+        tag = _tell(draft, session, who, frame["open"], frame["tell"], frame["topic"], when=phrase)
         _ask(draft, who, frame["ask"], "", (tag,), TEMPORAL, days)
 
 
 def _write_open(draft: _Draft, frame: Frame) -> None:
     for who, (value, answer) in enumerate(draft.rng.sample(frame["pairs"], 2)):
-        tag = _tell(draft, _sessions(draft, 1)[0], who, frame["open"], frame["tell"], v=value)
+        tag = _tell(draft, _sessions(draft, 1)[0], who, frame["open"], frame["tell"], frame["topic"], v=value)
         _ask(draft, who, frame["ask"], answer, (tag,), OPEN_DOMAIN)
 
 
 def _write_list(draft: _Draft, frame: Frame) -> None:
-    """Two or three things of one sort, in different sessions, one of them in passing."""
-    values = draft.rng.sample(frame["values"], 5)
-    for who, own in enumerate((values[:2], values[2:])):
-        sessions = _sessions(draft, len(own))
-        passing = draft.rng.randrange(len(own))
+    """Three things of one sort in different sessions: one mostly when asked, one unasked, one in passing."""
+    values = draft.rng.sample(frame["values"], 6)
+    openers = {"asked": frame["open"], "unasked": None}
+    for who, own in enumerate((values[:3], values[3:])):
+        ways = draft.rng.sample(("asked", "unasked", "passing"), 3)
         tags = [
             _tell(draft, session, who, None, frame["pass"], v=value)
-            if number == passing
-            else _tell(draft, session, who, frame["open"], frame["tell"], v=value)
-            for number, (session, value) in enumerate(zip(sessions, own, strict=True))
+            if way == "passing"
+            else _tell(draft, session, who, openers[way], frame["tell"], frame["topic"], v=value)
+            for session, value, way in zip(_sessions(draft, 3), own, ways, strict=True)
         ]
         _ask(draft, who, frame["ask"], ", ".join(own), tuple(tags), MULTI_HOP)
 
 
 def _write_bridge(draft: _Draft, frame: Frame) -> None:
-    """First a third person is introduced by name, in a later session the asked fact about that name is told."""
+    """First a third person is introduced by name, in a later session the asked fact about them is told."""
     for who, value in enumerate(draft.rng.sample(frame["values"], 2)):
         stranger = draft.strangers.pop()
         first, second = _sessions(draft, 2)
@@ -196,14 +204,17 @@ def _write_update(draft: _Draft, frame: Frame) -> None:
     changer = draft.rng.randrange(2)
     before, now, other = draft.rng.sample(frame["values"], 3)
     first, second = _sessions(draft, 2)
-    old = _tell(draft, first, changer, frame["open"], frame["tell"], v=before)
-    if draft.rng.random() < PASSING:
+    old = _tell(draft, first, changer, frame["open"], frame["tell"], frame["topic"], v=before)
+    if passing := draft.rng.random() < PASSING:
         new = _tell(draft, second, changer, None, frame["pass"], v=now)
     else:
-        new = _tell(draft, second, changer, frame["reopen"], frame["change"], v=now)
-    _tell(draft, _sessions(draft, 1)[0], 1 - changer, frame["open"], frame["tell"], v=other)
-    _ask(draft, changer, frame["ask_now"], now, (new,), UPDATE)
+        new = _tell(draft, second, changer, frame["reopen"], frame["change"], frame["topic"], v=now)
+    third = _sessions(draft, 1)[0]
+    kept = _tell(draft, third, 1 - changer, frame["open"], frame["tell"], frame["topic"], v=other)
+    if not passing:
+        _ask(draft, changer, frame["ask_now"], now, (new,), UPDATE)
     _ask(draft, changer, frame["ask_before"], before, (old, new), UPDATE)
+    _ask(draft, 1 - changer, frame["ask_now"], other, (kept,), SINGLE_HOP)
 
 
 _WRITERS: Mapping[str, Callable[[_Draft, Frame], None]] = {
@@ -229,22 +240,40 @@ def _sessions(draft: _Draft, count: int) -> list[int]:
 
 
 def _tell(
-    draft: _Draft, session: int, who: int, openers: Sequence[str] | None, tells: Sequence[str], **given: str
+    draft: _Draft,
+    session: int,
+    who: int,
+    openers: Sequence[str] | None,
+    tells: Sequence[str],
+    topic: str = "",
+    **given: str,
 ) -> int:
-    """Add a thread in which `who` tells a fact, asked by the other with an opener or in passing; return its tag."""
-    rng, words = draft.rng, draft.words
+    """Add a thread in which `who` tells a fact, and return the fact's tag.
+
+    Asked with one of `openers`, unasked after naming `topic`, or in passing if neither is given.
+    """
+    rng = draft.rng
     tag = draft.tags
     draft.tags += 1
     reply = _fill(draft, who, tells, **given)
+    if topic and (openers is None or rng.random() < DIRECT):
+        reply = _join(_fill(draft, who, draft.words["announces"], topic=topic), reply)
+        openers = None
+    elif openers is None:
+        reply = _join(_maybe(draft, who, "asides", BURIED), reply)
     if openers is None:
         draft.threads[session].append((_Line(who, _join(reply, _maybe(draft, who, "tails", 0.5)), tag),))
         return tag
-    opener = _join(_maybe(draft, 1 - who, "ask_leads", 0.6), _fill(draft, 1 - who, openers, **given))
+    opener = _join(_maybe(draft, 1 - who, "ask_leads", 0.9), _fill(draft, 1 - who, openers, **given))
     lines = [_Line(1 - who, opener)]
     if rng.random() < PAUSED:
-        wait, go_on = rng.choice(words["pauses"])
+        wait, go_on = _exchange(draft, "pauses")
         lines += [_Line(who, _fill(draft, who, [wait])), _Line(1 - who, _fill(draft, 1 - who, [go_on]))]
-    reply = _join(_maybe(draft, who, "tell_leads", 0.4), reply, _maybe(draft, who, "tails", 0.5))
+    if topic and rng.random() < ECHO:
+        lead = _fill(draft, who, draft.words["echoes"], topic=topic)
+    else:
+        lead = _maybe(draft, who, "tell_leads", 0.15)
+    reply = _join(lead, reply, _maybe(draft, who, "tails", 0.25))
     draft.threads[session].append((*lines, _Line(who, reply, tag)))
     return tag
 
@@ -262,6 +291,13 @@ def _ask(
     draft.asks.append(_Ask(text, answer, tags, category, days))
 
 
+def _exchange(draft: _Draft, key: str) -> tuple[str, str]:
+    """Choose a remark and what the other says to it."""
+    answers = dict(draft.words[key])
+    remark = _choose(draft, list(answers))
+    return remark, answers[remark]
+
+
 def _maybe(draft: _Draft, speaker: int, key: str, share: float) -> str:
     return _fill(draft, speaker, draft.words[key]) if draft.rng.random() < share else ""
 
@@ -270,9 +306,17 @@ def _join(*parts: str) -> str:
     return " ".join(part for part in parts if part)
 
 
+def _choose(draft: _Draft, templates: Sequence[str]) -> str:
+    """Choose one of the templates that this conversation has used least."""
+    fewest = min(draft.uses[template] for template in templates)
+    template = draft.rng.choice([template for template in templates if draft.uses[template] == fewest])
+    draft.uses[template] += 1
+    return template
+
+
 def _fill(draft: _Draft, speaker: int, templates: Sequence[str], **given: str) -> str:
     """Choose a template and fill it; what is not given is drawn from the split's slots."""
-    template = draft.rng.choice(templates)
+    template = _choose(draft, templates)
     values = dict(given, you=draft.speakers[1 - speaker])
     for _, name, _, _ in string.Formatter().parse(template):
         if name == "day":
@@ -289,13 +333,15 @@ def _fill(draft: _Draft, speaker: int, templates: Sequence[str], **given: str) -
 
 _WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven")
+
 
 def _when(rng: random.Random, time: datetime) -> tuple[str, int]:
     """Return a phrase for a day before `time`, and how many days before."""
     days = rng.randint(1, 7)
     weekday = _WEEKDAYS[(time - timedelta(days=days)).weekday()]
     phrases = {1: "yesterday", 2: "the day before yesterday", 7: "exactly a week ago"}
-    return phrases.get(days, rng.choice((f"this past {weekday}", f"{days} days ago"))), days
+    return phrases.get(days, rng.choice((f"this past {weekday}", f"{_NUMBERS[days]} days ago"))), days
 
 
 # From threads to messages: two people taking turns, with small talk between and around the threads.
@@ -331,28 +377,33 @@ def _session(draft: _Draft, threads: list[tuple[_Line, ...]]) -> list[_Line]:
     rng = draft.rng
     rng.shuffle(threads)
     speaker = rng.randrange(2)
-    lines = [_Line(speaker, _fill(draft, speaker, draft.words["greetings"]))]
+    lines = [_small_talk(draft, speaker, draft.words["greetings"])]
+    lines.append(_small_talk(draft, 1 - speaker, draft.words["returns"]))
     for thread in threads:
         if thread[0].speaker == lines[-1].speaker:
             other = 1 - lines[-1].speaker
-            lines.append(_Line(other, _fill(draft, other, draft.words["reactions"])))
+            lines.append(_small_talk(draft, other, draft.words["reactions"]))
         lines += thread
     speaker = 1 - lines[-1].speaker
     lines.append(_Line(speaker, _fill(draft, speaker, draft.words["goodbyes"])))
     return lines
 
 
+def _small_talk(draft: _Draft, speaker: int, templates: Sequence[str]) -> _Line:
+    return _Line(speaker, _join(_fill(draft, speaker, templates), _maybe(draft, speaker, "asides", 0.7)))
+
+
 def _insert_chat(draft: _Draft, lines: list[_Line]) -> None:
     """Insert two messages of small talk where they do not part an opener from its reply."""
     places = [
         place
-        for place in range(1, len(lines))
+        for place in range(2, len(lines))
         if lines[place].tag is None and (place == len(lines) - 1 or lines[place - 1].tag is not None)
     ]
     place = draft.rng.choice(places)
     speaker = 1 - lines[place - 1].speaker
-    remark, answer = draft.rng.choice(draft.words["chat"])
+    remark, answer = _exchange(draft, "chat")
     lines[place:place] = [
-        _Line(speaker, _fill(draft, speaker, [remark])),
-        _Line(1 - speaker, _fill(draft, 1 - speaker, [answer])),
+        _small_talk(draft, speaker, [remark]),
+        _small_talk(draft, 1 - speaker, [answer]),
     ]

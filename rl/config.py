@@ -1,0 +1,216 @@
+"""One YAML file a job: frozen dataclasses for our knobs, and mappings passed straight to TRL and PEFT."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from cuewalk.env import EnvConfig
+from cuewalk.judges import JudgeConfig
+from cuewalk.memory import BuildConfig
+
+
+class ConfigError(ValueError):
+    """Raised when a configuration has an unknown key or a value that is not allowed."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where conversations and questions come from.
+
+    Attributes:
+        source: `synthetic` (made on the spot), `locomo` (locomo10.json) or `json` (a file of yours).
+        path: The file or its folder; for `locomo` the environment variable CUEWALK_DATA where this is null.
+        split: Which frozen split of LoCoMo.
+        conversations: How many synthetic ones for train, val and test.
+        messages: About so many messages a synthetic conversation.
+        seed: Of the synthetic data.
+    """
+
+    source: Literal["synthetic", "locomo", "json"] = "synthetic"
+    path: str | None = None
+    split: str = "conv-4-1-5"
+    conversations: tuple[int, int, int] = (8, 2, 4)
+    messages: int = 120
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised learning on oracle picks before GRPO.
+
+    Attributes:
+        rows: Training rows: one is a question walked by the oracle from one k. 0 leaves the warm start out.
+        k: First-search sizes that rows are made from.
+        stop_share: Share of rows on which the oracle stops at once. Unweighted it is about three quarters, and
+            imitation then ends in always stopping.
+    """
+
+    rows: int = 800
+    k: tuple[int, ...] = (2, 3, 5, 8)
+    stop_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.rows < 0 or not self.k or min(self.k) < 1 or not 0 <= self.stop_share <= 1:
+            raise ValueError(f"{self}: rows >= 0, every k >= 1, stop_share between 0 and 1")
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How actions are sampled in training. Evaluation is greedy.
+
+    Attributes:
+        temperature: Of the softmax; log-probabilities are of the tempered distribution.
+        max_action_tokens: An action longer than this is cut, and so unparsable.
+        max_tokens: Of a whole transcript.
+        replacements: How often a group whose rewards are all equal is replaced by another question.
+    """
+
+    temperature: float = 1.0
+    max_action_tokens: int = 24
+    max_tokens: int = 2048
+    replacements: int = 2
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0 or self.max_action_tokens < 8 or self.replacements < 0:
+            raise ValueError(f"{self}: temperature > 0, max_action_tokens >= 8, replacements >= 0")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """What is measured.
+
+    Attributes:
+        part: `val` or `test`. Tune on val; look at test once a reported result.
+        model_questions: Rows with a language model: `all`, `test_200` (the published list of LoCoMo fold A), or
+            a number n (the first n by the digest of their ids).
+        batch: Questions walked in lockstep.
+    """
+
+    part: Literal["val", "test"] = "test"
+    model_questions: int | Literal["all", "test_200"] = "all"
+    batch: int = 16
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole job. `grpo`, `sft` and `lora` go to TRL's GRPOConfig, SFTConfig and PEFT's LoraConfig as they are.
+
+    Attributes:
+        model: `smollm2-135m`, a local path or a hub id of an instruct model.
+        dtype: Of the base weights; adapters are float32.
+        encoder: `minilm`, a local path or a hub id.
+        run_dir: Where this run keeps everything; a later start goes on from what it finds there.
+        memory_dir: Where built memories are kept, by content; shared between runs.
+        seed: Of everything random.
+    """
+
+    model: str = "smollm2-135m"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    encoder: str = "minilm"
+    run_dir: str = "checkpoints/run"
+    memory_dir: str = "checkpoints/memory"
+    seed: int = 0
+    data: DataConfig = field(default_factory=DataConfig)
+    memory: BuildConfig = field(default_factory=BuildConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    grpo: dict[str, Any] = field(default_factory=dict)
+    sft: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] = field(default_factory=dict)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file and apply `section.key=value` overrides (values are YAML too).
+
+    Raises:
+        ConfigError: If the file is missing or no mapping, a key is unknown, or a value is not allowed.
+    """
+    path = Path(path)
+    if not path.is_file():
+        known = ", ".join(str(p) for p in sorted(path.parent.glob("*.yaml"))) or "none beside it"
+        raise ConfigError(f"no configuration at {path}; found: {known}")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        for override in overrides:
+            _override(tree, override)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} or an override is no YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of {', '.join(f.name for f in fields(Config))}")
+    return parse_config(tree)
+
+
+def parse_config(tree: Mapping[str, Any]) -> Config:
+    """Turn a nested mapping into a checked configuration.
+
+    Raises:
+        ConfigError: If a key is unknown ("did you mean"), or a value is not allowed.
+    """
+    _check_keys(tree, Config, "")
+    try:
+        return TypeAdapter(Config).validate_python(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"config: {place}: {first['msg']} (got {first['input']!r})") from error
+
+
+def check_options(options: Mapping[str, Any], owner: type, section: str) -> None:
+    """Check the keys of a pass-through mapping against the class that takes them.
+
+    Raises:
+        ConfigError: If a key is unknown.
+    """
+    known = [f.name for f in fields(owner)]
+    for key in options:
+        if key not in known:
+            raise ConfigError(_unknown(f"{section}.{key}", key, known, f"options of {owner.__name__}"))
+
+
+def config_tree(config: Config) -> dict[str, Any]:
+    """Return a configuration as plain data, as `config.json` keeps it."""
+    tree = asdict(config)
+    return {key: _plain(value) for key, value in tree.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, tuple | list) else value
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator:
+        raise ConfigError(f"override {override!r}: write section.key=value, for instance env.budget=4")
+    *sections, last = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"override {override!r}: {section!r} is no section")
+    tree[last] = yaml.safe_load(value)
+
+
+def _check_keys(tree: Mapping[str, Any], owner: Any, prefix: str) -> None:
+    known = {f.name: f.type for f in fields(owner)}
+    for key, value in tree.items():
+        if key not in known:
+            raise ConfigError(_unknown(f"{prefix}{key}", str(key), list(known), "known keys"))
+        if is_dataclass(known[key]):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"config: {prefix}{key} is a section; got {value!r}")
+            _check_keys(value, known[key], f"{prefix}{key}.")
+
+
+def _unknown(place: str, key: str, known: list[str], what: str) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"{what}: {', '.join(sorted(known))}"
+    return f"config: unknown key {place!r}; {hint}"

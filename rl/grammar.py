@@ -1,0 +1,40 @@
+"""Decoding under the action grammar, for policies that never learnt it. Never used in training: with a grammar a
+cold policy's gradient would be the grammar's own probability mass."""
+
+from collections.abc import Callable
+
+from cuewalk.env import State
+from cuewalk.env.actions import MAX_EXPAND
+from cuewalk.rl.transcript import Chat
+
+
+def allowed_ids(chat: Chat, state: State, max_action_tokens: int) -> Callable[[list[int]], list[int] | None]:
+    """Return what may follow an action's ids in this state: legal letters, affordable lengths, free queries.
+
+    Args:
+        chat: Gives the ids of words and letters.
+        state: Whose frontier and budget bound the action.
+        max_action_tokens: The last id of a full-length query must be the end of turn.
+    """
+    stop = chat.action("STOP")
+    expand, refine = chat.untrusted("EXPAND"), chat.untrusted("REFINE")
+    letters = [chat.letters[label] for label, _ in state.frontier]
+    most = min(MAX_EXPAND, state.budget, len(letters))
+    openings = [stop, *([expand] if most else []), *([refine] if state.budget else [])]
+    ends = {chat.end, *chat.tokenizer.all_special_ids}
+
+    def allowed(ids: list[int]) -> list[int] | None:
+        if most and ids[: len(expand)] == expand:
+            taken = ids[len(expand) :]
+            free = [letter for letter in letters if letter not in taken]
+            return [*(free if len(taken) < most else []), *([chat.end] if taken else [])]
+        if state.budget and ids[: len(refine)] == refine:
+            if len(ids) >= max_action_tokens - 1:
+                return [chat.end]
+            written = len(ids) > len(refine)
+            words = chat.plain_ids if written else chat.word_ids
+            return [*words, *([chat.end] if written else [])]
+        following = {opening[len(ids)] for opening in openings if opening[: len(ids)] == ids}
+        return sorted(following - (ends - {chat.end}))
+
+    return allowed

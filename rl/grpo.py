@@ -1,0 +1,304 @@
+"""GRPO with TRL's GRPOTrainer through its public `rollout_func`: one row a trajectory, one reward, scored inside
+the rollout, so that a group without signal can be replaced before it costs a training step."""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+from trl.models.utils import _ForwardRedirection
+
+from cuewalk.env import Ending, Question, RetrievalEnv, Tasks
+from cuewalk.env.actions import BAD_REASONS
+from cuewalk.judges import JudgeError, TrajectoryJudge, Verdict, covered, evidence_recall
+from cuewalk.memory import MemoryGraph
+from cuewalk.rl.config import Config, ConfigError, check_options
+from cuewalk.rl.rollout import Row, walk
+from cuewalk.rl.run import MetricsLog, last_checkpoint, trainer_defaults
+from cuewalk.rl.sampler import TransformersSampler
+from cuewalk.rl.scoring import score_actions
+from cuewalk.rl.transcript import Chat
+
+DEAD_CAUSES = ("one_trajectory", "all_malformed", "solved_at_start", "nothing_reachable", "equal_rewards")
+INERT = {
+    "epsilon": "one update a batch makes every ratio 1, so nothing is ever clipped",
+    "epsilon_high": "one update a batch makes every ratio 1, so nothing is ever clipped",
+    "delta": "one update a batch makes every ratio 1, so nothing is ever clipped",
+    "top_p": "it would cut the distribution that is trained; the rollout samples from all of it",
+    "top_k": "it would cut the distribution that is trained; the rollout samples from all of it",
+    "min_p": "it would cut the distribution that is trained; the rollout samples from all of it",
+    "repetition_penalty": "it would change the distribution that is trained",
+    "temperature": "set sampling.temperature",
+    "max_completion_length": "set sampling.max_action_tokens and sampling.max_tokens",
+    "mask_truncated_completions": "a cut action is bad text, counted and trained on",
+    "num_iterations": "more than one update a batch is not supported: the shared forward pass needs ratio 1",
+    "use_vllm": "the rollout owns its sampler",
+    "output_dir": "set run_dir",
+    "seed": "set seed",
+}
+
+
+@dataclass(slots=True)
+class Group:
+    """One question's trajectories, with what the judge said of each (None where it failed)."""
+
+    question: Question
+    rows: list[Row]
+    verdicts: list[Verdict | None]
+
+    @property
+    def rewards(self) -> list[float | None]:
+        """Return the rewards in row order."""
+        return [None if verdict is None else verdict.reward for verdict in self.verdicts]
+
+    @property
+    def live(self) -> bool:
+        """Tell whether the rewards differ, so that there is something to learn."""
+        known = [reward for reward in self.rewards if reward is not None]
+        return len(known) > 1 and max(known) - min(known) > 1e-9
+
+
+@dataclass
+class Rollouts:
+    """What a training step needs: questions, graphs, gold, judge and sampler; called by TRL as `rollout_func`.
+
+    A group whose rewards are all equal is replaced by another question's up to `sampling.replacements` times.
+    What is dead then keeps its rows (TRL wants them) with nothing in the mask, and is counted by cause.
+    """
+
+    config: Config
+    tasks: Tasks
+    graphs: dict[str, MemoryGraph]
+    chat: Chat
+    judge: TrajectoryJudge
+    log: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        """Return rows for TRL: prompt and completion ids, log-probabilities, mask, reward."""
+        started = time.perf_counter()
+        size = trainer.num_generations
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        was_training = model.training
+        model.eval()
+        seed = f"{self.config.seed}/{trainer.state.global_step}/{trainer.accelerator.process_index}"
+        draw = random.Random(seed)
+        generator = torch.Generator(model.device).manual_seed(draw.getrandbits(62))
+        sampling = self.config.sampling
+        sampler = TransformersSampler(
+            model, self.chat.end, sampling.max_action_tokens, sampling.temperature, generator
+        )
+        by_id = {question.id: question for question in self.tasks.questions}
+        asked = [by_id[prompt[0]["question_id"]] for prompt in prompts[::size]]
+        groups = self.collect(asked, size, sampler, draw)
+        replaced = 0
+        causes: Counter[str] = Counter(self.cause(group) for group in groups if not group.live)
+        for _ in range(sampling.replacements):
+            dead = [place for place, group in enumerate(groups) if not group.live]
+            fresh = [q for q in self.tasks.questions if q.id not in {group.question.id for group in groups}]
+            if not dead or not fresh:
+                break
+            others = draw.sample(fresh, min(len(dead), len(fresh)))
+            replaced += len(others)
+            for place, group in zip(dead, self.collect(others, size, sampler, draw), strict=False):
+                groups[place] = group
+        model.train(was_training)
+        self.log = summarise(groups, causes, replaced) | {
+            "rollout/seconds": (seconds := time.perf_counter() - started),
+            "rollout/tokens": float(sampler.tokens),
+            "rollout/tokens_per_second": sampler.tokens / seconds,
+        }
+        rows = [row for group in groups for row in group.rows]
+        return {
+            "prompt_ids": [row.prompt for row in rows],
+            "completion_ids": [row.completion for row in rows],
+            "logprobs": [row.logps for row in rows],
+            "env_mask": [row.mask if group.live else [0] * len(row.mask) for group in groups for row in group.rows],
+            "walk_reward": [reward for group in groups for reward in group.rewards],
+        }
+
+    def collect(
+        self, questions: Sequence[Question], size: int, sampler: TransformersSampler, draw: random.Random
+    ) -> list[Group]:
+        """Walk and judge one group a question."""
+        envs = [
+            [RetrievalEnv(self.graphs[q.conversation_id], q, self.config.env) for _ in range(size)] for q in questions
+        ]
+        seeds = [draw.getrandbits(31) for _ in questions]
+        walked = walk(
+            envs, sampler, self.chat, seeds=seeds, shuffle_labels=True, max_tokens=self.config.sampling.max_tokens
+        )
+        return [Group(q, rows, [self.verdict(row, q) for row in rows]) for q, rows in zip(questions, walked, strict=True)]
+
+    def verdict(self, row: Row, question: Question) -> Verdict | None:
+        """Return the judge's verdict; None, counted, where it failed: TRL leaves such a row out of its group."""
+        try:
+            return self.judge.score(row.finished, self.graphs[question.conversation_id], self.tasks.gold[question.id])
+        except JudgeError:
+            return None
+
+    def cause(self, group: Group) -> str:
+        """Return why a group's rewards are all equal, one of `DEAD_CAUSES`."""
+        graph, gold = self.graphs[group.question.conversation_id], self.tasks.gold[group.question.id]
+        trajectories = [row.finished for row in group.rows]
+        if len({tuple(step.text for step in trajectory.steps) for trajectory in trajectories}) == 1:
+            return "one_trajectory"
+        if all(t.ending is Ending.MALFORMED for t in trajectories):
+            return "all_malformed"
+        if evidence_recall(graph, trajectories[0].first, gold) == 1:
+            return "solved_at_start"
+        found = set().union(*(covered(graph, t.added) for t in trajectories))
+        return "equal_rewards" if found & set(gold.evidence) else "nothing_reachable"
+
+
+def summarise(groups: Sequence[Group], causes: Counter[str], replaced: int) -> dict[str, float]:
+    """Return one step's numbers: reward parts, endings, action shares, bad actions, dead groups, diversity."""
+    rows = [row.finished for group in groups for row in group.rows]
+    verdicts = [verdict for group in groups for verdict in group.verdicts]
+    steps = [step for trajectory in rows for step in trajectory.steps]
+    kinds = Counter(step.kind for step in steps)
+    bad = Counter(reason for trajectory in rows for reason in trajectory.bad)
+    known = [verdict for verdict in verdicts if verdict is not None]
+    parts = {name: [v.components[name] for v in known] for name in (known[0].components if known else ())}
+    distinct = [len({tuple(s.text for s in row.finished.steps) for row in group.rows}) for group in groups]
+    return {
+        **{f"reward/{name}": sum(values) / len(values) for name, values in parts.items()},
+        **{f"ended/{ending}": sum(t.ending is ending for t in rows) / len(rows) for ending in Ending},
+        **{f"actions/{kind}": kinds[kind] / len(steps) for kind in ("expand", "refine", "stop", "bad")},
+        **{f"bad/{reason}": bad[reason] / len(steps) for reason in BAD_REASONS},
+        **{f"groups/dead_{cause}": float(causes[cause]) for cause in DEAD_CAUSES},
+        "groups/live": float(sum(group.live for group in groups)),
+        "groups/replaced": float(replaced),
+        "groups/all": float(len(groups)),
+        "groups/distinct_trajectories": sum(distinct) / len(distinct),
+        "judge/failed": float(len(verdicts) - len(known)),
+        "entries_added": sum(len(t.added) for t in rows) / len(rows),
+    }
+
+
+class WalkTrainer(GRPOTrainer):  # type: ignore[misc]
+    """TRL's trainer with one private method replaced, pinned by a test: the scoring of tokens.
+
+    Ours scores sampled tokens only, runs a group's prompt once, and skips rows without a sampled token that counts.
+    """
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        self._scored = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
+        loss: torch.Tensor = super()._compute_loss(model, inputs)
+        self._scored = None
+        return loss
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Return log-probabilities and entropies, (B, logits_to_keep); 0 where no token counts."""
+        rows = range(len(input_ids))
+        prompt_mask, completion_mask = attention_mask[:, :-logits_to_keep], attention_mask[:, -logits_to_keep:]
+        scored: torch.Tensor | None = getattr(self, "_scored", None)
+        scored = completion_mask.bool() if scored is None else scored
+        prompts = [input_ids[row, :-logits_to_keep][prompt_mask[row].bool()] for row in rows]
+        lengths = completion_mask.sum(1).tolist()
+        completions = [input_ids[row, -logits_to_keep:][: lengths[row]] for row in rows]
+        masks = [scored[row, : lengths[row]] for row in rows]
+        if nothing := not bool(scored.any()):  # every group is dead: the backward pass still wants a graph
+            masks[0] = masks[0].clone()
+            masks[0][0] = True
+        inner = self.accelerator.unwrap_model(model)
+        found = _ForwardRedirection()(
+            model, inner, score_actions, inner, prompts, completions, masks, self.temperature
+        )
+        filled = []
+        for values in found:
+            whole = torch.zeros(scored.shape, device=input_ids.device)
+            flat = torch.cat(list(values))
+            filled.append(whole + 0.0 * flat.sum() if nothing else whole.masked_scatter(scored, flat))
+        return filled[0], filled[1], None
+
+
+def prepare_arguments(config: Config, run: Path, questions: int) -> GRPOConfig:
+    """Return TRL's arguments.
+
+    Raises:
+        ConfigError: If a setting is unknown, does nothing here, or asks for more questions a step than there are.
+    """
+    check_options(config.grpo, GRPOConfig, "grpo")
+    for key, reason in INERT.items():
+        if key in config.grpo:
+            raise ConfigError(f"config: grpo.{key} has no effect here: {reason}; remove it")
+    defaults = {
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 3,
+        "num_generations": 8,
+        "per_device_train_batch_size": 32,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 20,
+        "beta": 0.0,
+        "scale_rewards": "none",  # mean-centred, no std: Memora eq. 11
+        "loss_type": "dapo",
+        "save_strategy": "steps",
+        "save_steps": 5,
+        "save_total_limit": 2,
+        "log_completions": False,
+    }
+    chosen = {**defaults, **config.grpo}
+    size, batch = chosen["num_generations"], chosen["per_device_train_batch_size"]
+    if batch % size:
+        raise ConfigError(
+            f"config: grpo.per_device_train_batch_size = {batch} must be a multiple of grpo.num_generations = {size}: "
+            f"a group's rows are scored together"
+        )
+    if questions < (needed := batch * chosen["gradient_accumulation_steps"] // size):
+        raise ConfigError(
+            f"{questions} training questions, but one step takes {needed} (grpo.per_device_train_batch_size {batch} x "
+            f"gradient_accumulation_steps {chosen['gradient_accumulation_steps']} / num_generations {size}); TRL would "
+            f"run 0 steps. Give more questions or lower the batch"
+        )
+    fixed = {
+        "temperature": config.sampling.temperature,
+        "max_completion_length": config.sampling.max_tokens,
+        "remove_unused_columns": False,
+        "steps_per_generation": chosen["gradient_accumulation_steps"],
+    }
+    return GRPOConfig(**{**trainer_defaults(run, "grpo", config), **chosen, **fixed})
+
+
+def train_grpo(config: Config, run: Path, model: Any, rollouts: Rollouts) -> None:
+    """Train the model's adapter and save it as `run/trained`; goes on from the last checkpoint."""
+    arguments = prepare_arguments(config, run, len(rollouts.tasks.questions))
+    prompts = [
+        [{"role": "user", "content": question.text, "question_id": question.id}]
+        for question in rollouts.tasks.questions
+    ]
+    trainer = WalkTrainer(
+        model=model,
+        args=arguments,
+        reward_funcs=_walk_reward(rollouts),
+        rollout_func=rollouts,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=rollouts.chat.tokenizer,
+        callbacks=[MetricsLog(run / "metrics.jsonl", "grpo")],
+    )
+    trainer.train(resume_from_checkpoint=last_checkpoint(run, "grpo"))
+    trainer.save_model(str(run / "trained"))
+
+
+def _walk_reward(rollouts: Rollouts) -> Callable[..., list[float | None]]:
+    def walk_reward(walk_reward: list[float | None], log_metric: Callable[[str, float], None], **_: Any) -> Any:
+        """Hand TRL the rewards that the rollout computed, and log what it saw."""
+        for name, value in rollouts.log.items():
+            log_metric(name, value)
+        return walk_reward
+
+    return walk_reward

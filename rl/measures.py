@@ -1,0 +1,77 @@
+"""What is measured of one question's retrieved entries, for every policy and retriever alike."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from sklearn.metrics import ndcg_score
+
+from cuewalk.env import Gold, Question, Trajectory
+from cuewalk.judges import answer_words, covered, evidence_recall, redundancy
+from cuewalk.memory import MemoryGraph
+
+EQUAL_ENTRIES = 8
+EQUAL_TOKENS = 300
+
+Measures = dict[str, float | None]
+
+
+def measure_entries(
+    graph: MemoryGraph,
+    question: Question,
+    gold: Gold,
+    entries: Sequence[str],
+    count_tokens: Callable[[str], int],
+    similarity: float,
+) -> Measures:
+    """Measure a working set, entries in order of entry.
+
+    `recall_at_8` and `recall_at_300t` are the comparison at equal entries and equal context tokens: the working
+    set cut after 8 entries (300 tokens), or topped up to them from the first search's ranking.
+
+    Args:
+        graph: Holds the entries.
+        question: For the ranking that tops up.
+        gold: Must have evidence.
+        entries: The working set.
+        count_tokens: Tokens of a text.
+        similarity: δ of the redundancy.
+    """
+    wanted = set(gold.evidence)
+    more = [hit.entry for hit in graph.search(question.text, 60, exclude=set(entries))]
+    ranking = [*entries, *more]
+    eight = ranking[:EQUAL_ENTRIES]
+    tokens = [count_tokens(graph.entries[entry].value) for entry in ranking]
+    fitting = int(np.searchsorted(np.cumsum(tokens), EQUAL_TOKENS, side="right"))
+    holding = [e.id for e in graph.entries.values() if wanted & set(e.sources)]
+    relevant = dict.fromkeys(graph.entries, 0.0) | {e: float(bool(covered(graph, [e]) & wanted)) for e in holding}
+    truth = np.array([[relevant[entry] for entry in graph.entries]])
+    places = {entry: len(ranking) - place for place, entry in enumerate(ranking)}
+    order = np.array([[float(places.get(entry, 0)) for entry in graph.entries]])
+    recall = evidence_recall(graph, entries, gold)
+    at_eight = evidence_recall(graph, eight, gold)
+    return {
+        "recall_at_8": at_eight,
+        "recall_at_300t": evidence_recall(graph, ranking[:fitting], gold),
+        "evidence_recall": recall,
+        "all_evidence": float(recall == 1.0),
+        "precision": sum(relevant[entry] for entry in entries) / len(entries),
+        "ndcg": float(ndcg_score(truth, order, k=EQUAL_ENTRIES)) if len(relevant) > 1 else recall,
+        "answer_words": answer_words(graph, entries, gold),
+        "redundancy": redundancy(graph, entries, similarity),
+        "entries": float(len(entries)),
+        "context_tokens": float(sum(tokens[: len(entries)])),
+        "sources_per_entry": sum(len(graph.entries[entry].sources) for entry in entries) / len(entries),
+        f"recall_at_8_c{gold.category}": at_eight,
+    }
+
+
+def measure_walk(trajectory: Trajectory, reward: float) -> Measures:
+    """Measure how a trajectory went."""
+    return {
+        "reward": reward,
+        "steps": float(len(trajectory.steps)),
+        "cost": float(trajectory.cost),
+        "budget": float(trajectory.budget),
+        "bad_actions": float(len(trajectory.bad)),
+        **{f"ended_{ending}": float(trajectory.ending == ending) for ending in ("stopped", "budget", "malformed")},
+    }

@@ -1,0 +1,109 @@
+"""A run directory: the resolved configuration, versions, metrics; one run goes on, another is refused."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from cuewalk.rl.config import Config, ConfigError, config_tree
+
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "faiss-cpu", "sentence-transformers")
+
+# What may change between two starts of one run without making it another run.
+FREE = ("run_dir", "memory_dir", "evaluation")
+
+
+def open_run(config: Config) -> Path:
+    """Make the run directory, or go on in it if it holds a run of the same configuration.
+
+    Raises:
+        ConfigError: If it holds another run, or files that are none. Nothing is overwritten.
+    """
+    run = Path(config.run_dir)
+    tree = config_tree(config)
+    path = run / "config.json"
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))["config"]
+        changed = [place for place in _differences(before, tree) if place.split(".")[0] not in FREE]
+        if _steps_only(changed):
+            changed = []  # a longer run of the same kind goes on where the shorter one ended
+        if changed:
+            raise ConfigError(
+                f"{run} holds a run with other settings ({', '.join(changed[:5])}); nothing was overwritten. "
+                f"Choose another run_dir, or go on with the same settings"
+            )
+    elif run.exists() and any(run.iterdir()):
+        raise ConfigError(f"{run} is not empty and holds no run; nothing was overwritten. Choose another run_dir")
+    run.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"config": tree, **provenance()}, indent=1) + "\n", encoding="utf-8")
+    return run
+
+
+def provenance() -> dict[str, Any]:
+    """Return the commit, the command and the versions that made a result."""
+    root = Path(__file__).resolve().parent.parent
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": _git(root, "rev-parse", "--short=12", "HEAD") + ("+changes" if _git(root, "status", "--porcelain") else ""),
+        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in PACKAGES}},
+    }
+
+
+def _git(root: Path, *arguments: str) -> str:
+    if not (root / ".git").exists():
+        return "unknown" if arguments[0] == "rev-parse" else ""
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or ("unknown" if arguments[0] == "rev-parse" else "")
+
+
+def _differences(before: Any, after: Any, place: str = "") -> list[str]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = sorted(before.keys() | after.keys())
+        return [d for key in keys for d in _differences(before.get(key), after.get(key), f"{place}.{key}".lstrip("."))]
+    return [] if before == after else [place]
+
+
+def _steps_only(changed: list[str]) -> bool:
+    return changed == ["grpo.max_steps"]
+
+
+class MetricsLog(TrainerCallback):  # type: ignore[misc]
+    """Append what a trainer logs to `metrics.jsonl`, one line a step, after `stage`."""
+
+    def __init__(self, path: Path, stage: str) -> None:
+        self._path = path
+        self._stage = stage
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Write one line."""
+        if state.is_world_process_zero and logs:
+            row = {"stage": self._stage, "step": state.global_step, **logs}
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, default=float) + "\n")
+
+
+def trainer_defaults(run: Path, stage: str, config: Config) -> dict[str, Any]:
+    """Return the trainer settings that are ours to decide; the configuration's own override the rest."""
+    return {
+        "output_dir": str(run / stage),
+        "seed": config.seed,
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": False,  # the base is loaded in `dtype`; adapters stay float32
+        "gradient_checkpointing": False,  # it would recompute what the shared prefix keeps
+        "report_to": "none",
+        "logging_steps": 1,
+        "max_grad_norm": 0.5,
+        "save_only_model": False,
+        "dataloader_num_workers": 0,
+    }
+
+
+def last_checkpoint(run: Path, stage: str) -> str | None:
+    """Return a stage's newest whole checkpoint, or None."""
+    found = [p for p in (run / stage).glob("checkpoint-*") if (p / "trainer_state.json").exists()]
+    return str(max(found, key=lambda p: int(p.name.split("-")[1]))) if found else None

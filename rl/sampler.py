@@ -1,0 +1,136 @@
+"""Sampling actions turn by turn: the cache is kept across turns, and a group's prompt is computed once."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from transformers import DynamicCache
+
+from cuewalk.rl.scoring import decoder_and_head, pad_rows, run_decoder
+
+Allowed = Callable[[list[int]], list[int] | None]
+"""The ids of an action so far -> the ids that may follow, or None where any may."""
+
+
+class Sampler(Protocol):
+    """What a rollout needs of an engine; rows are trajectories, in the order of the prompts."""
+
+    tokens: int
+
+    def begin(self, prompts: Sequence[Sequence[int]], copies: int) -> None:
+        """Compute each prompt once and give it `copies` rows, side by side."""
+        ...
+
+    def act(self, allowed: Sequence[Allowed] | None) -> tuple[list[list[int]], list[list[float]]]:
+        """Sample one action for each row: its ids (with the end of turn, where it came) and log-probabilities."""
+        ...
+
+    def observe(self, rows: Sequence[int], observations: Sequence[Sequence[int]]) -> None:
+        """Keep only these rows (numbered as now), and append what the environment answered."""
+        ...
+
+
+class TransformersSampler:
+    """Sampling with transformers, on a CPU or a GPU.
+
+    Cache slots are laid out alike for all rows, so a row shorter than its neighbours has slots that are masked
+    out; positions count a row's own tokens only. An action's last id is computed together with the observation
+    that follows it, for no decision hangs on it before.
+
+    Args:
+        model: A causal language model, with or without adapters; used in evaluation mode.
+        end: The end-of-turn id.
+        max_action_tokens: An action is cut after so many ids.
+        temperature: Of the softmax; 0 takes the likeliest id (log-probabilities are then at temperature 1).
+        generator: Source of randomness; needed unless the temperature is 0.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        end: int,
+        max_action_tokens: int,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if temperature > 0 and generator is None:
+            raise ValueError("sampling at a temperature needs a generator; pass temperature=0 for the likeliest action")
+        self.model = model
+        self.end = end
+        self.max_action_tokens = max_action_tokens
+        self.temperature = temperature
+        self.generator = generator
+        self.tokens = 0
+        self._decoder, self._head = decoder_and_head(model)
+
+    @torch.no_grad()
+    def begin(self, prompts: Sequence[Sequence[int]], copies: int) -> None:
+        """Compute each prompt once and give it `copies` rows, side by side."""
+        self._cache = DynamicCache(config=self.model.config)
+        self._mask = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.model.device)
+        self._logits = self._forward(prompts)
+        self._cache.batch_repeat_interleave(copies)
+        self._mask = self._mask.repeat_interleave(copies, dim=0)
+        self._logits = self._logits.repeat_interleave(copies, dim=0)
+        self._last: list[int | None] = [None] * len(self._logits)
+
+    @torch.no_grad()
+    def act(self, allowed: Sequence[Allowed] | None = None) -> tuple[list[list[int]], list[list[float]]]:
+        """Sample one action for each row: its ids (with the end of turn, where it came) and log-probabilities."""
+        count = len(self._logits)
+        ids: list[list[int]] = [[] for _ in range(count)]
+        logps: list[list[float]] = [[] for _ in range(count)]
+        logits = self._logits
+        open_rows = list(range(count))
+        while True:
+            if allowed is not None:
+                logits = logits.clone()
+                for row in open_rows:
+                    may = allowed[row](ids[row])
+                    if may is not None:
+                        kept = logits[row, may].clone()
+                        logits[row] = -torch.inf
+                        logits[row, may] = kept
+            scores = (logits.float() / (self.temperature or 1.0)).log_softmax(-1)
+            if self.temperature:
+                chosen = torch.multinomial(scores.exp(), 1, generator=self.generator).squeeze(1)
+            else:
+                chosen = scores.argmax(-1)
+            picked = scores.gather(1, chosen[:, None]).squeeze(1).tolist()
+            tokens = chosen.tolist()
+            for row in open_rows:
+                ids[row].append(tokens[row])
+                logps[row].append(picked[row])
+            open_rows = [r for r in open_rows if ids[r][-1] != self.end and len(ids[r]) < self.max_action_tokens]
+            if not open_rows:
+                break
+            still = set(open_rows)
+            logits = self._forward([[tokens[row]] if row in still else [] for row in range(count)])
+        self._last = [row[-1] for row in ids]
+        return ids, logps
+
+    @torch.no_grad()
+    def observe(self, rows: Sequence[int], observations: Sequence[Sequence[int]]) -> None:
+        """Keep only these rows (numbered as now), and append what the environment answered."""
+        if not rows:
+            return
+        index = torch.tensor(list(rows), device=self.model.device)
+        self._cache.batch_select_indices(index)
+        self._mask = self._mask[index]
+        pending = [
+            [*([] if (last := self._last[row]) is None else [last]), *observation]
+            for row, observation in zip(rows, observations, strict=True)
+        ]
+        self._logits = self._forward(pending)
+
+    def _forward(self, new: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Append ids to each row (none for some) and return the logits after each row's last one, (B, V)."""
+        ids, valid = pad_rows(new, self.model.device)
+        lengths = self._mask.sum(1, keepdim=True)
+        positions = (lengths + valid.cumsum(1) - 1).clamp(min=0)
+        self._mask = torch.cat([self._mask, valid], dim=1)
+        self.tokens += int(valid.sum())
+        hidden = run_decoder(self._decoder, ids, self._cache, self._mask, positions)
+        last = (valid.sum(1) - 1).clamp(min=0)
+        logits: torch.Tensor = self._head(hidden[torch.arange(len(ids), device=ids.device), last])
+        return logits

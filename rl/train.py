@@ -1,0 +1,77 @@
+"""The training job: memories, warm start, GRPO; each part is skipped where the run directory has it."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+# Before trl is imported: no usage statistics, and no notice that `rollout_func` may change (the version is pinned).
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import set_seed
+
+from cuewalk.env.tasks import DataError, select
+from cuewalk.judges import TrajectoryJudge
+from cuewalk.memory import SentenceEncoder
+from cuewalk.memory.models import load_language_model, load_tokenizer
+from cuewalk.rl.config import Config, ConfigError, check_options
+from cuewalk.rl.data import load_graphs, load_part
+from cuewalk.rl.grpo import Rollouts, prepare_arguments, train_grpo
+from cuewalk.rl.run import open_run
+from cuewalk.rl.scoring import check_model
+from cuewalk.rl.transcript import Chat
+from cuewalk.rl.warm_start import teach_rows, warm_start
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""Every linear module of Llama-like models (Memora's choice); set lora.target_modules for others."""
+
+
+def train(config: Config) -> Path:
+    """Run a whole training job and return its run directory.
+
+    Raises:
+        ConfigError, DataError, ModelError, StoreError: Before any training, with what to do.
+    """
+    tasks = select(load_part(config.data, "train"), evidence=True, clean=True)
+    if not tasks.questions:
+        raise DataError("no training question has gold evidence; the `evidence` judge can't score any")
+    prepare_arguments(config, Path(config.run_dir), len(tasks.questions))  # refused before anything is written
+    chat = Chat(load_tokenizer(config.model))
+    run = open_run(config)
+    if (run / "trained" / "adapter_config.json").exists() and not _wants_more(config, run):
+        return run
+    set_seed(config.seed)
+    graphs = load_graphs(config, tasks, SentenceEncoder(config.encoder))
+    if config.warm_start.rows and not (run / "warm_start" / "adapter_config.json").exists():
+        rows = teach_rows(config, tasks, graphs, chat)
+        warm_start(config, run, new_adapter(config), chat, rows)
+    start = run / "warm_start"
+    model = load_adapter(config, start, trainable=True) if start.exists() else new_adapter(config)
+    train_grpo(config, run, model, Rollouts(config, tasks, graphs, chat, TrajectoryJudge(config.judge)))
+    return run
+
+
+def new_adapter(config: Config) -> Any:
+    """Return the base model with a fresh LoRA adapter, dropout 0."""
+    check_options(config.lora, LoraConfig, "lora")
+    if config.lora.get("lora_dropout"):
+        raise ConfigError("config: lora.lora_dropout must be 0: the sampler and the trainer would see two policies")
+    base = load_language_model(config.model, config.dtype)
+    check_model(base)
+    defaults = {"r": 16, "lora_alpha": 32, "target_modules": LINEAR, "task_type": "CAUSAL_LM"}
+    torch.manual_seed(config.seed)
+    return get_peft_model(base, LoraConfig(**{**defaults, **config.lora, "lora_dropout": 0.0}))
+
+
+def load_adapter(config: Config, path: Path, *, trainable: bool = False) -> Any:
+    """Return the base model with a saved adapter."""
+    base = load_language_model(config.model, config.dtype)
+    return PeftModel.from_pretrained(base, str(path), is_trainable=trainable)
+
+
+def _wants_more(config: Config, run: Path) -> bool:
+    """Tell whether a finished run's configuration now asks for more steps."""
+    done = [int(p.name.split("-")[1]) for p in (run / "grpo").glob("checkpoint-*")]
+    return bool(done) and config.grpo.get("max_steps", 20) > max(done)

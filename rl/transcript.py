@@ -1,0 +1,95 @@
+"""Observations as token ids: tokenised once, appended only, untrusted text kept from being special tokens."""
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+from cuewalk.env import LABELS
+
+
+class TranscriptError(ValueError):
+    """Raised when a model's tokenizer or a transcript can't be used."""
+
+
+class Chat:
+    """A tokenizer's chat template, cut once into the pieces that stand around observations and actions.
+
+    Sampled ids are kept and never tokenised again, so that what is trained on is what was sampled. The text of an
+    observation is encoded with special tokens switched off; only the template's own pieces may hold any.
+
+    Args:
+        tokenizer: With a chat template and an end-of-turn token as `eos_token`.
+
+    Raises:
+        TranscriptError: If a label is more than one token, or the template does not keep turns in order.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.end: int = tokenizer.eos_token_id
+        marks = ("cuewalkfirst", "cuewalkaction", "cuewalksecond")
+        turns = [{"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), marks, strict=True)]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        parts: list[str] = []
+        for mark in marks:
+            before, found, text = text.partition(mark)
+            if not found:
+                raise TranscriptError(f"{tokenizer.name_or_path}: its chat template drops or reorders turns")
+            parts.append(before)
+        head, reply, between = parts
+        if not between.startswith(tokenizer.eos_token):
+            raise TranscriptError(
+                f"{tokenizer.name_or_path}: a turn ends with {between[:12]!r}, not with eos_token "
+                f"{tokenizer.eos_token!r}; set the tokenizer's eos_token to its end-of-turn token"
+            )
+        self._head = self._template(head)
+        self._reply = self._template(reply)
+        self._between = self._template(between[len(tokenizer.eos_token) :])
+        self.letters = {label: self._one(label) for label in LABELS}
+
+    @cached_property
+    def plain_ids(self) -> list[int]:
+        """Return the ids that may stand in a query: no special token, no line break, whole characters."""
+        special = set(self.tokenizer.all_special_ids)
+        texts = self.tokenizer.batch_decode([[id_] for id_ in range(len(self.tokenizer))])
+        return [i for i, text in enumerate(texts) if i not in special and text.isprintable() and "\ufffd" not in text]
+
+    @cached_property
+    def word_ids(self) -> list[int]:
+        """Return those of `plain_ids` that start a word after a space, as a query's first id must."""
+        texts = self.tokenizer.batch_decode([[id_] for id_ in self.plain_ids])
+        return [id_ for id_, text in zip(self.plain_ids, texts, strict=True) if text[:1] == " " and text[1:2].isalnum()]
+
+    def first(self, observation: str) -> list[int]:
+        """Return the prompt: the first observation in its turn, up to where the policy speaks."""
+        return [*self._head, *self.untrusted(observation), *self._reply]
+
+    def following(self, observation: str) -> list[int]:
+        """Return what stands between the end of an action and the next one."""
+        return [*self._between, *self.untrusted(observation), *self._reply]
+
+    def action(self, text: str) -> list[int]:
+        """Return an action's ids with its end of turn, as the warm start teaches them."""
+        return [*self.untrusted(text), self.end]
+
+    def read(self, ids: Iterable[int]) -> str:
+        """Return the text of sampled ids; an end of turn at the end is left out, other special tokens are shown."""
+        kept = list(ids)
+        return str(self.tokenizer.decode(kept[:-1] if kept and kept[-1] == self.end else kept))
+
+    def untrusted(self, text: str) -> list[int]:
+        """Encode text in which nothing may become a special token."""
+        encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+        return list(encoded["input_ids"])
+
+    def _template(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _one(self, label: str) -> int:
+        ids = self.untrusted(f"EXPAND {label}")[len(self.untrusted("EXPAND")) :]
+        if len(ids) != 1:
+            raise TranscriptError(
+                f"{self.tokenizer.name_or_path}: the label {label!r} is {len(ids)} tokens after 'EXPAND', not one; "
+                f"use a model whose tokenizer keeps ' {label}' whole"
+            )
+        return int(ids[0])

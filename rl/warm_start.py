@@ -1,0 +1,151 @@
+"""The warm start: supervised learning on oracle picks, with TRL's SFTTrainer."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tqdm import tqdm
+from trl import SFTConfig, SFTTrainer
+from trl.models.utils import _ForwardRedirection
+
+from cuewalk.env import RetrievalEnv, Stop, Tasks, format_action
+from cuewalk.memory import MemoryGraph
+from cuewalk.rl.config import Config, check_options
+from cuewalk.rl.oracle import oracle_action
+from cuewalk.rl.run import MetricsLog, last_checkpoint, trainer_defaults
+from cuewalk.rl.scoring import decoder_and_head, pad_rows
+from cuewalk.rl.transcript import Chat
+
+
+def teach_rows(config: Config, tasks: Tasks, graphs: dict[str, MemoryGraph], chat: Chat) -> list[dict[str, Any]]:
+    """Return training rows: transcripts of the oracle's walks, letters shuffled.
+
+    Each row has `input_ids`, the `positions` of action ids, and for each its `targets`: the ids that are right
+    there. A letter's targets are all picks not yet named: any order of the gold letters is right, then the end.
+
+    Raises:
+        ValueError: If there are fewer than `warm_start.rows` (question, k) pairs of a kind to choose from.
+    """
+    draw = random.Random(f"warm start {config.seed}")
+    pairs = [(question, k) for question in tasks.questions for k in config.warm_start.k]
+    draw.shuffle(pairs)
+    stops = round(config.warm_start.rows * config.warm_start.stop_share)
+    wanted = {True: stops, False: config.warm_start.rows - stops}
+    rows = []
+    bar = tqdm(total=config.warm_start.rows, desc="oracle walks", unit="row", disable=None)
+    for number, (question, k) in enumerate(pairs):
+        if not any(wanted.values()):
+            break
+        env = RetrievalEnv(graphs[question.conversation_id], question, replace(config.env, k=k))
+        observation, _ = env.reset(seed=config.seed * 1_000_003 + number, options={"shuffle_labels": True})
+        assert env.state is not None
+        gold = tasks.gold[question.id]
+        action = oracle_action(env.state, env.graph, gold, env.config)
+        at_once = isinstance(action, Stop)
+        if not wanted[at_once]:
+            continue
+        wanted[at_once] -= 1
+        ids, positions, targets = chat.first(observation), list[int](), list[list[int]]()
+        ended = False
+        while not ended:
+            said = chat.action(format_action(action))
+            positions += range(len(ids), len(ids) + len(said))
+            targets += _targets(said, action, chat)
+            ids += said
+            observation, _, ended, _, _ = env.step(format_action(action))
+            if not ended:
+                ids += chat.following(observation)
+                action = oracle_action(env.state, env.graph, gold, env.config)
+        rows.append({"input_ids": ids, "positions": positions, "targets": targets})
+        bar.update()
+    bar.close()
+    if any(wanted.values()):
+        raise ValueError(
+            f"warm_start.rows = {config.warm_start.rows} with stop_share {config.warm_start.stop_share}, but only "
+            f"{len(rows)} rows can be made of {len(tasks.questions)} questions and k in {config.warm_start.k} "
+            f"(short of {wanted[True]} that stop at once, {wanted[False]} that expand); lower rows or change stop_share"
+        )
+    return rows
+
+
+def _targets(said: Sequence[int], action: Any, chat: Chat) -> list[list[int]]:
+    """Return what is right at each id of an action: the id itself, or any letter not yet named."""
+    if isinstance(action, Stop):
+        return [[id_] for id_ in said]
+    letters = [chat.letters[label] for label in action.labels]
+    first = len(said) - 1 - len(letters)
+    return [[id_] for id_ in said[:first]] + [letters[i:] for i in range(len(letters))] + [[said[-1]]]
+
+
+class TeachTrainer(SFTTrainer):  # type: ignore[misc]
+    """SFT with a set likelihood at action positions only: -log Σ_{right ids} π(id), mean over positions.
+
+    Only those positions go through the vocabulary head; TRL sends all of them, completion-only loss or not.
+    """
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Return the loss of one batch; the batch's positions weigh alike."""
+        del return_outputs, num_items_in_batch
+        inner = self.accelerator.unwrap_model(model)
+        logps = _ForwardRedirection()(model, inner, set_logps, inner, inputs)
+        loss: torch.Tensor = -logps.mean()
+        self._metrics["train"]["certain"].append(float((logps.exp() > 0.5).float().mean()))
+        return loss
+
+
+def set_logps(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """Return log Σ_{right ids} π(id) at each action position of a batch, (N,) float32."""
+    decoder, head = decoder_and_head(model)
+    hidden = decoder(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False)
+    at = hidden.last_hidden_state[inputs["rows"], inputs["positions"] - 1]  # the state before each action id
+    scores = head(at).float().log_softmax(-1)
+    right = scores.gather(1, inputs["targets"]).masked_fill(~inputs["is_target"], -torch.inf)
+    return right.logsumexp(1)
+
+
+def collate(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Pad rows on the right and list their action positions: `rows`, `positions` (N,), `targets` (N, most)."""
+    ids, valid = pad_rows([row["input_ids"] for row in rows], "cpu")
+    places = [(i, position) for i, row in enumerate(rows) for position in row["positions"]]
+    targets, is_target = pad_rows([right for row in rows for right in row["targets"]], "cpu")
+    return {
+        "input_ids": ids,
+        "attention_mask": valid,
+        "rows": torch.tensor([place[0] for place in places]),
+        "positions": torch.tensor([place[1] for place in places]),
+        "targets": targets,
+        "is_target": is_target.bool(),
+    }
+
+
+def warm_start(config: Config, run: Path, model: Any, chat: Chat, rows: list[dict[str, Any]]) -> None:
+    """Train the model's adapter on oracle walks and save it as `run/warm_start`; goes on from a checkpoint."""
+    check_options(config.sft, SFTConfig, "sft")
+    defaults = {
+        "learning_rate": 3e-4,
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": 8,
+        "warmup_steps": 5,
+        "lr_scheduler_type": "cosine",
+        "save_strategy": "steps",
+        "save_steps": 25,
+        "save_total_limit": 1,
+    }
+    fixed = {"remove_unused_columns": False, "dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None}
+    arguments = SFTConfig(**{**trainer_defaults(run, "sft", config), **defaults, **config.sft, **fixed})
+    trainer = TeachTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        data_collator=collate,
+        processing_class=chat.tokenizer,
+        callbacks=[MetricsLog(run / "metrics.jsonl", "warm_start")],
+    )
+    trainer.train(resume_from_checkpoint=last_checkpoint(run, "sft"))
+    trainer.save_model(str(run / "warm_start"))
