@@ -140,9 +140,7 @@ class RetrievalEnv(gymnasium.Env[str, str]):
         self.action_space = TextSpace()
         self.state: State | None = None
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Start over.
 
         Args:
@@ -211,5 +209,3 @@ def _kind(action: Action, change: Change) -> str:
     if change.bad is not None or isinstance(action, Bad):
         return "bad"
     return "expand" if isinstance(action, Expand) else "refine" if isinstance(action, Refine) else "stop"
-
-

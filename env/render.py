@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from cuewalk.env.actions import MAX_EXPAND
 from cuewalk.env.state import Change, EnvConfig, State
 from cuewalk.memory import Link, MemoryGraph
+from cuewalk.memory.records import MONTHS
 
 RENDERER = "1"
 """Raised whenever the same state would read differently: a policy is bound to what it was trained on."""
@@ -56,24 +57,21 @@ def plain(text: str) -> str:
     One line, so that it can't forge a candidate or an action; `<|` is broken, so that it can't even look like a
     special token (that it can't become one is the tokenizer's part: cuewalk.rl.transcript).
     """
-    spaced = " ".join(text.split())
-    kept = "".join(character for character in spaced if unicodedata.category(character)[0] != "C")
-    return kept.replace("<|", "< |").replace("|>", "| >")
+    kept = "".join(c for c in text if c.isspace() or unicodedata.category(c)[0] != "C")
+    return " ".join(kept.split()).replace("<|", "< |").replace("|>", "| >")
 
 
 def _read_lines(graph: MemoryGraph, entries: Iterable[str], config: EnvConfig) -> list[str]:
     lines = []
     for entry_id in entries:
         entry = graph.entries[entry_id]
-        date = f"{entry.time.day} {_MONTHS[entry.time.month - 1]} {entry.time:%y}"
+        date = f"{entry.time.day} {MONTHS[entry.time.month - 1][:3]} {entry.time:%y}"
         said = " / ".join(graph.messages[source].text for source in entry.sources)
         lines.append(f"- {plain(entry.speaker)} {date}: {_cut(said, config.value_words)}")
     return lines
 
 
-def _candidate_lines(
-    graph: MemoryGraph, candidates: Iterable[tuple[str, Link]], config: EnvConfig
-) -> list[str]:
+def _candidate_lines(graph: MemoryGraph, candidates: Iterable[tuple[str, Link]], config: EnvConfig) -> list[str]:
     """Write `H 7e Caroline: adoption agency interview`: letter, score digit, link letter, speaker, abstraction."""
     lines = []
     for label, link in candidates:
@@ -90,6 +88,3 @@ def _cut(text: str, words: int) -> str:
     whole = plain(text)
     cut = " ".join(whole.split(" ")[:words])[: words * MAX_WORD]
     return cut + ("…" if len(cut) < len(whole) else "")
-
-
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from cuewalk.env.actions import LABELS, Action, Bad, Expand, Refine, Stop
+from cuewalk.env.actions import LABELS, Action, Expand, Refine, Stop
 from cuewalk.memory import LINK_KINDS, Link, MemoryGraph
 
 

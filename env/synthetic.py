@@ -1,14 +1,14 @@
 """Synthetic conversations of two people over many sessions, with questions and gold evidence; own words only.
 
-A conversation is made of short threads between small talk. In most, one person asks about a topic ("how is the
-pottery thing going?") and the other's reply tells a fact in other words than the question about it will use ("the
-second glaze cracked, so I switched to raku"): the question finds the opener, and the evidence lies beside it or
-shares a name with it. Some facts are told unasked after naming the topic, which plain search finds; some in
-passing, which search and one hop often miss. Both people tell about the same topics, so each one's facts distract
-from the other's.
+A conversation is made of short threads between small talk. In most, one person asks about a topic ("how is
+the pottery thing going?") and the other's reply tells a fact in other words than the question about it will
+use ("the second glaze cracked, so I switched to raku"): the question finds the opener, and the evidence lies
+beside it or shares a name with it. Some facts are told unasked after naming the topic, which plain search
+finds; some in passing, which search and one hop often miss. Both people tell about the same topics, so each
+one's facts distract from the other's.
 
-Names, topics, values and templates are in `synthetic.json`, apart for each split. The shares below were set by
-measuring search and frontier on all three splits (`tests/env/test_synthetic.py` holds the ranges).
+Names, topics, values and templates are in `synthetic.json`, apart for each split. The shares below were set
+by measuring search and frontier on all splits (`tests/env/test_synthetic.py` holds the ranges).
 """
 
 import json
@@ -29,13 +29,13 @@ from cuewalk.memory.records import Conversation, Message
 SPLITS = ("train", "val", "test")
 MULTI_HOP, TEMPORAL, OPEN_DOMAIN, SINGLE_HOP, UPDATE = 1, 2, 3, 4, 6
 
-MIN_MESSAGES = 40
+MIN_MESSAGES = 75
 SESSION_MESSAGES = 14  # on average
 CONTENT = 0.75  # share of the messages that topic threads may take before small talk fills the rest
 PAUSED = 0.2  # share of topic threads in which something comes between opener and reply
 DIRECT = 0.3  # share of the facts told without being asked, after naming the topic
 ECHO = 0.35  # share of the replies that name the topic themselves
-BURIED = 0.75  # share of the facts told in passing that come at the end of a message about something else
+BURIED = 0.65  # share of the facts told in passing that come at the end of a message about something else
 PASSING = 0.7  # share of the facts of lists, bridges and updates that are told in passing
 
 Words = Mapping[str, Any]
@@ -67,7 +67,8 @@ class _Draft:
     speakers: tuple[str, str]
     times: Sequence[datetime]  # of the sessions
     threads: list[list[tuple[_Line, ...]]]  # of each session
-    strangers: list[str]  # third persons not yet introduced
+    strangers: list[str]  # third persons who will play a part
+    friends: Sequence[str]  # third persons who are only mentioned
     asks: list[_Ask] = field(default_factory=list)
     uses: Counter[str] = field(default_factory=Counter)  # of templates
     tags: int = 0
@@ -80,7 +81,7 @@ def generate(split: str, *, conversations: int, seed: int, messages: int = 135) 
         split: `train`, `val` or `test`: they share no name, topic, value or template.
         conversations: How many; the first n are the same however many are asked for.
         seed: Any number.
-        messages: Of each conversation, at least 40. There are about 25 questions at 135 messages, fewer in
+        messages: Of each conversation, at least 75. There are about 25 questions at 135 messages, fewer in
             shorter conversations and no more than about 40 in longer ones.
 
     Raises:
@@ -123,9 +124,10 @@ def _draft(rng: random.Random, words: Words, messages: int) -> _Draft:
     """Choose speakers, dates and topics, and write the topic threads."""
     first, second = rng.sample(words["names"], 2)
     sessions = max(4, round(messages / SESSION_MESSAGES))
-    strangers = rng.sample(words["slots"]["friend"], len(words["slots"]["friend"]))
+    others = rng.sample(words["slots"]["friend"], len(words["slots"]["friend"]))
+    parts = 2 * len(words["frames"]["bridge"])
     threads: list[list[tuple[_Line, ...]]] = [[] for _ in range(sessions)]
-    draft = _Draft(rng, words, (first, second), _dates(rng, sessions), threads, strangers)
+    draft = _Draft(rng, words, (first, second), _dates(rng, sessions), threads, others[:parts], others[parts:])
     waiting = {kind: rng.sample(frames, len(frames)) for kind, frames in words["frames"].items()}
     for kind in _ORDER:
         size = sum(len(thread) + 0.4 for threads in draft.threads for thread in threads) + 3 * sessions
@@ -142,8 +144,8 @@ def _dates(rng: random.Random, sessions: int) -> list[datetime]:
     while len(dates) < sessions:
         hours = rng.choice((5, 24, 49, 75, 120, 170, 240))
         time = (time + timedelta(hours=hours, minutes=rng.randint(0, 50))).replace(second=0)
-        if time.hour < 13:  # nobody talks at night
-            time = time.replace(hour=rng.randint(13, 20))
+        if not 13 <= time.hour <= 21:  # nobody talks at night, and no session runs past midnight
+            time = (time + timedelta(hours=3)).replace(hour=rng.randint(13, 20))
         dates.append(time)
     return dates
 
@@ -267,8 +269,8 @@ def _tell(
     opener = _join(_maybe(draft, 1 - who, "ask_leads", 0.9), _fill(draft, 1 - who, openers, **given))
     lines = [_Line(1 - who, opener)]
     if rng.random() < PAUSED:
-        wait, go_on = _exchange(draft, "pauses")
-        lines += [_Line(who, _fill(draft, who, [wait])), _Line(1 - who, _fill(draft, 1 - who, [go_on]))]
+        wait, go_on = _exchange(draft, "pauses", who)
+        lines += [_Line(who, wait), _Line(1 - who, go_on)]
     if topic and rng.random() < ECHO:
         lead = _fill(draft, who, draft.words["echoes"], topic=topic)
     else:
@@ -291,11 +293,12 @@ def _ask(
     draft.asks.append(_Ask(text, answer, tags, category, days))
 
 
-def _exchange(draft: _Draft, key: str) -> tuple[str, str]:
-    """Choose a remark and what the other says to it."""
+def _exchange(draft: _Draft, key: str, speaker: int) -> tuple[str, str]:
+    """Choose a remark and what the other says to it; both speak of the same things."""
     answers = dict(draft.words[key])
     remark = _choose(draft, list(answers))
-    return remark, answers[remark]
+    things = {name: _slot(draft, name) for name in ("day", *draft.words["slots"])}
+    return _complete(draft, speaker, remark, things), _complete(draft, 1 - speaker, answers[remark], things)
 
 
 def _maybe(draft: _Draft, speaker: int, key: str, share: float) -> str:
@@ -316,19 +319,23 @@ def _choose(draft: _Draft, templates: Sequence[str]) -> str:
 
 def _fill(draft: _Draft, speaker: int, templates: Sequence[str], **given: str) -> str:
     """Choose a template and fill it; what is not given is drawn from the split's slots."""
-    template = _choose(draft, templates)
-    values = dict(given, you=draft.speakers[1 - speaker])
-    for _, name, _, _ in string.Formatter().parse(template):
-        if name == "day":
-            values[name] = draft.rng.choice(_WEEKDAYS)
-        elif name == "friend":
-            # Third persons who play a part (`e`) are not also passers-by.
-            free = [friend for friend in draft.words["slots"][name] if friend in draft.strangers]
-            values.setdefault(name, draft.rng.choice(free))
-        elif name and name not in values:
-            values[name] = draft.rng.choice(draft.words["slots"][name])
-    text = template.format(**values)
+    return _complete(draft, speaker, _choose(draft, templates), given)
+
+
+def _complete(draft: _Draft, speaker: int, template: str, values: Mapping[str, str]) -> str:
+    names = {name for _, name, _, _ in string.Formatter().parse(template) if name}
+    drawn = {name: _slot(draft, name) for name in sorted(names - {"you", *values})}
+    text = template.format(**values, **drawn, you=draft.speakers[1 - speaker])
     return text[0].upper() + text[1:]
+
+
+def _slot(draft: _Draft, name: str) -> str:
+    if name == "day":
+        return draft.rng.choice(_WEEKDAYS)
+    if name == "friend":
+        return draft.rng.choice(draft.friends)
+    value: str = draft.rng.choice(draft.words["slots"][name])
+    return value
 
 
 _WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -360,6 +367,9 @@ def _assemble(draft: _Draft, id_: str, messages: int) -> tuple[Conversation, dic
         smallest = min(range(len(sessions)), key=lambda session: len(sessions[session]) + rng.uniform(0, 6))
         _insert_chat(draft, sessions[smallest])
         missing -= 2
+    if missing == 1:
+        last = 1 - sessions[-1][-1].speaker
+        sessions[-1].append(_Line(last, _fill(draft, last, draft.words["goodbyes"])))
     result: list[Message] = []
     sources: dict[int, str] = {}
     for number, (time, lines) in enumerate(zip(draft.times, sessions, strict=True), start=1):
@@ -377,20 +387,20 @@ def _session(draft: _Draft, threads: list[tuple[_Line, ...]]) -> list[_Line]:
     rng = draft.rng
     rng.shuffle(threads)
     speaker = rng.randrange(2)
-    lines = [_small_talk(draft, speaker, draft.words["greetings"])]
-    lines.append(_small_talk(draft, 1 - speaker, draft.words["returns"]))
+    lines = [_small_talk(draft, speaker, _fill(draft, speaker, draft.words["greetings"]))]
+    lines.append(_small_talk(draft, 1 - speaker, _fill(draft, 1 - speaker, draft.words["returns"])))
     for thread in threads:
         if thread[0].speaker == lines[-1].speaker:
             other = 1 - lines[-1].speaker
-            lines.append(_small_talk(draft, other, draft.words["reactions"]))
+            lines.append(_small_talk(draft, other, _fill(draft, other, draft.words["reactions"])))
         lines += thread
     speaker = 1 - lines[-1].speaker
     lines.append(_Line(speaker, _fill(draft, speaker, draft.words["goodbyes"])))
     return lines
 
 
-def _small_talk(draft: _Draft, speaker: int, templates: Sequence[str]) -> _Line:
-    return _Line(speaker, _join(_fill(draft, speaker, templates), _maybe(draft, speaker, "asides", 0.7)))
+def _small_talk(draft: _Draft, speaker: int, text: str) -> _Line:
+    return _Line(speaker, _join(text, _maybe(draft, speaker, "asides", 0.7)))
 
 
 def _insert_chat(draft: _Draft, lines: list[_Line]) -> None:
@@ -402,8 +412,5 @@ def _insert_chat(draft: _Draft, lines: list[_Line]) -> None:
     ]
     place = draft.rng.choice(places)
     speaker = 1 - lines[place - 1].speaker
-    remark, answer = _exchange(draft, "chat")
-    lines[place:place] = [
-        _small_talk(draft, speaker, [remark]),
-        _small_talk(draft, 1 - speaker, [answer]),
-    ]
+    remark, answer = _exchange(draft, "chat", speaker)
+    lines[place:place] = [_small_talk(draft, speaker, remark), _small_talk(draft, 1 - speaker, answer)]

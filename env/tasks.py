@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cuewalk.env.records import Gold, Question, Tasks
-from cuewalk.memory.records import Conversation, Message, Note
+from cuewalk.memory.records import MONTHS, Conversation, Message, Note
 
 LOCOMO_SHA256 = "79fa87e90f04081343b8c8debecb80a9a6842b76a7aa537dc9fdf651ea698ff4"
 PARTS = ("train", "val", "test")
@@ -161,9 +161,12 @@ def parse_locomo_time(text: str) -> datetime:
     if not match:
         raise DataError(f"not a LoCoMo session date: {text!r}; expected the form '1:56 pm on 8 May, 2023'")
     hour, minute, half, day, month, year = match.groups()
-    months = "January February March April May June July August September October November December".split()
     return datetime(
-        int(year), months.index(month) + 1, int(day), int(hour) % 12 + (12 if half == "pm" else 0), int(minute)
+        int(year),
+        MONTHS.index(month) + 1,
+        int(day),
+        int(hour) % 12 + (12 if half == "pm" else 0),
+        int(minute),
     )
 
 

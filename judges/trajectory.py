@@ -102,9 +102,7 @@ class TrajectoryJudge:
         return Verdict(sum(components.values()), components, reason)
 
 
-def redundancy(
-    graph: MemoryGraph, entries: Sequence[str], similarity: float, *, diagonal: bool = False
-) -> float:
+def redundancy(graph: MemoryGraph, entries: Sequence[str], similarity: float, *, diagonal: bool = False) -> float:
     """Return the share of pairs that say the same (Memora eq. 16): cosine of abstractions above δ.
 
     Args:

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
-from functools import cache
 
 import numpy as np
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
 from cuewalk.memory.encoder import Encoder, FloatArray
 from cuewalk.memory.graph import MemoryGraph
-from cuewalk.memory.records import Conversation, Entry, Message, Segment
+from cuewalk.memory.records import MONTHS, Conversation, Entry, Message, Segment
 
 
 @dataclass(frozen=True)
@@ -173,8 +172,7 @@ def format_message(message: Message) -> str:
 
 def format_date(time: datetime) -> str:
     """Return a day without depending on the locale: `8 May 2023`."""
-    months = "January February March April May June July August September October November December".split()
-    return f"{time.day} {months[time.month - 1]} {time.year}"
+    return f"{time.day} {MONTHS[time.month - 1]} {time.year}"
 
 
 def attach_anchors(entries: Sequence[Entry], per_entry: int) -> list[Entry]:
@@ -196,15 +194,9 @@ def attach_anchors(entries: Sequence[Entry], per_entry: int) -> list[Entry]:
 
 def _aspects(entry: Entry) -> set[str]:
     words = {_stem(word) for word in re.findall(r"[^\W\d_]{4,}", f"{entry.abstraction}\n{entry.value}".lower())}
-    return words - set(ENGLISH_STOP_WORDS) - {entry.speaker.lower()} - _month_names()
+    return words - set(ENGLISH_STOP_WORDS) - {entry.speaker.lower()} - {month.lower() for month in MONTHS}
 
 
 def _stem(word: str) -> str:
     """Cut a plural: enough to join `camps` with `camp`, without a stemmer's surprises in a shown text."""
     return word[:-1] if word.endswith("s") and not word.endswith("ss") and len(word) > 4 else word
-
-
-@cache
-def _month_names() -> frozenset[str]:
-    names = "january february march april may june july august september october november december"
-    return frozenset(names.split())

@@ -115,6 +115,8 @@ class MemoryGraph:
         """
         if unknown := set(kinds) - set(LINK_KINDS):
             raise ValueError(f"unknown link kinds {sorted(unknown)}; choose from {', '.join(LINK_KINDS)}")
+        if not cap:
+            return []
         vector = self.encoder.encode([query])[0]
         reached: dict[str, str] = {}
         for entry in working:

@@ -137,4 +137,8 @@ def weights_digest(model: Any) -> str:
 def model_facts(name: str) -> dict[str, Any]:
     """Return what a results file says of a model: its name, kind and number of layers."""
     config = AutoConfig.from_pretrained(resolve_model(name))
-    return {"name": name, "kind": config.model_type, "layers": json.loads(config.to_json_string()).get("num_hidden_layers")}
+    return {
+        "name": name,
+        "kind": config.model_type,
+        "layers": json.loads(config.to_json_string()).get("num_hidden_layers"),
+    }

@@ -3,6 +3,12 @@
 from dataclasses import dataclass
 from datetime import datetime
 
+MONTHS = (
+    *("January", "February", "March", "April", "May", "June"),
+    *("July", "August", "September", "October", "November", "December"),
+)
+"""English, whatever the locale: dates in memories must read alike everywhere."""
+
 
 @dataclass(frozen=True, slots=True)
 class Message:

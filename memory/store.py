@@ -69,7 +69,12 @@ def save_graph(graph: MemoryGraph, directory: str | Path) -> None:
         database.executemany(
             "INSERT INTO entries VALUES (?, ?, ?, ?)",
             [
-                (i, entry.id, json.dumps(asdict(entry), default=datetime.isoformat), graph.vectors[i].tobytes())
+                (
+                    i,
+                    entry.id,
+                    json.dumps(asdict(entry), default=datetime.isoformat),
+                    graph.vectors[i].tobytes(),
+                )
                 for i, entry in enumerate(graph.entries.values())
             ],
         )

@@ -8,7 +8,17 @@ import numpy as np
 import numpy.typing as npt
 from sklearn.ensemble import HistGradientBoostingClassifier
 
-from cuewalk.env import EnvConfig, Expand, Gold, Question, RetrievalEnv, Stop, Tasks, Trajectory, format_action
+from cuewalk.env import (
+    EnvConfig,
+    Expand,
+    Gold,
+    Question,
+    RetrievalEnv,
+    Stop,
+    Tasks,
+    Trajectory,
+    format_action,
+)
 from cuewalk.env.actions import MAX_EXPAND
 from cuewalk.judges import TrajectoryJudge, covered
 from cuewalk.memory import LINK_KINDS, MemoryGraph
@@ -71,7 +81,12 @@ class Ranker:
         self.threshold = 0.5
 
     def fit(
-        self, train: Tasks, val: Tasks, graphs: dict[str, MemoryGraph], config: EnvConfig, judge: TrajectoryJudge
+        self,
+        train: Tasks,
+        val: Tasks,
+        graphs: dict[str, MemoryGraph],
+        config: EnvConfig,
+        judge: TrajectoryJudge,
     ) -> None:
         """Train on every first frontier of `train`, then choose the threshold on `val`.
 

@@ -41,7 +41,11 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, text in (
         ("build", _build, "build the memory graphs of all parts and say what is in them"),
         ("train", _train, "build memories, warm up on oracle walks, train with GRPO; resumable"),
-        ("evaluate", _evaluate, "measure all policies on the held-out part; writes evaluation.json, .md and plots"),
+        (
+            "evaluate",
+            _evaluate,
+            "measure all policies on the held-out part; writes evaluation.json, .md and plots",
+        ),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--config", required=True, help="a YAML file, such as configs/demo.yaml")
@@ -89,7 +93,11 @@ def _evaluate(options: argparse.Namespace) -> None:
     training = result["training"]
     if training:
         print(f"\nGRPO: {training['groups_live']} of {training['groups']} groups were live.")
-    print("\nWritten:", *sorted(str(p) for p in Path(config.run_dir).glob("*.*") if p.suffix in (".png", ".md", ".json")), sep="\n  ")
+    print(
+        "\nWritten:",
+        *sorted(str(p) for p in Path(config.run_dir).glob("*.*") if p.suffix in (".png", ".md", ".json")),
+        sep="\n  ",
+    )
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -49,9 +49,7 @@ class Bench:
     def entries(self, question: Question, entries: Sequence[str]) -> Measures:
         """Measure a working set."""
         graph, gold = self.graphs[question.conversation_id], self.tasks.gold[question.id]
-        return measure_entries(
-            graph, question, gold, entries, self.count_tokens, self.config.judge.similarity
-        )
+        return measure_entries(graph, question, gold, entries, self.count_tokens, self.config.judge.similarity)
 
 
 def evaluate(config: Config) -> dict[str, Any]:
@@ -78,7 +76,7 @@ def evaluate(config: Config) -> dict[str, Any]:
     found: dict[str, ByQuestion] = {}
     for k in TOP_K:
         found[f"top_k={k}"] = measure_search(bench, k)
-    scripted = {
+    scripted: dict[str, baselines.Scripted] = {
         "stop": baselines.stop,
         "random": baselines.random_walk,
         "expand_top=1": baselines.expand_top(1),
@@ -123,7 +121,10 @@ def policies_with_model(config: Config, run: Path) -> list[tuple[str, Callable[[
     def base() -> Any:
         return load_language_model(config.model, config.dtype)
 
-    rows: list[tuple[str, Callable[[], Any], bool]] = [("untrained", base, False), ("untrained_grammar", base, True)]
+    rows: list[tuple[str, Callable[[], Any], bool]] = [
+        ("untrained", base, False),
+        ("untrained_grammar", base, True),
+    ]
     for name in ("warm_start", "trained"):
         if (run / name / "adapter_config.json").exists():
             rows.append((name, lambda name=name: load_adapter(config, run / name), False))  # type: ignore[misc]
@@ -188,9 +189,7 @@ def measure_model(
     return found
 
 
-def summarise(
-    config: Config, bench: Bench, found: dict[str, ByQuestion], asked: Sequence[str]
-) -> dict[str, Any]:
+def summarise(config: Config, bench: Bench, found: dict[str, ByQuestion], asked: Sequence[str]) -> dict[str, Any]:
     """Turn measures by question into the one results form: rows, and paired comparisons on common questions."""
     everyone = [question.id for question in bench.tasks.questions]
     clean = {id_ for id_ in everyone if bench.tasks.gold[id_].clean}

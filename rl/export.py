@@ -60,7 +60,7 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
         "base_digest": digest,
         "config_digest": hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest(),
         "config": tree,
-        "data": f"trained on {config.data.source} {config.data.split if config.data.source == 'locomo' else ''}".strip(),
+        "data": config.data.source,
     }
     (out / "policy.json").write_text(json.dumps(policy, indent=1) + "\n", encoding="utf-8")
     return out
@@ -139,5 +139,3 @@ class Retriever:
         )
         entries = tuple(graph.entries[entry] for entry in row.finished.working)
         return Retrieval(entries, row.finished)
-
-

@@ -1,5 +1,7 @@
-"""Decoding under the action grammar, for policies that never learnt it. Never used in training: with a grammar a
-cold policy's gradient would be the grammar's own probability mass."""
+"""Decoding under the action grammar, for policies that never learnt it.
+
+Never used in training: with a grammar a cold policy's gradient would be the grammar's own probability mass.
+"""
 
 from collections.abc import Callable
 

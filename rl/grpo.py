@@ -1,5 +1,8 @@
-"""GRPO with TRL's GRPOTrainer through its public `rollout_func`: one row a trajectory, one reward, scored inside
-the rollout, so that a group without signal can be replaced before it costs a training step."""
+"""GRPO with TRL's GRPOTrainer through its public `rollout_func`.
+
+One row a trajectory, one reward, scored inside the rollout, so that a group without signal can be replaced before
+it costs a training step.
+"""
 
 import random
 import time
@@ -39,6 +42,8 @@ INERT = {
     "mask_truncated_completions": "a cut action is bad text, counted and trained on",
     "num_iterations": "more than one update a batch is not supported: the shared forward pass needs ratio 1",
     "use_vllm": "the rollout owns its sampler",
+    "shuffle_dataset": "questions are always shuffled",
+    "num_train_epochs": "set grpo.max_steps",
     "output_dir": "set run_dir",
     "seed": "set seed",
 }
@@ -90,9 +95,7 @@ class Rollouts:
         draw = random.Random(seed)
         generator = torch.Generator(model.device).manual_seed(draw.getrandbits(62))
         sampling = self.config.sampling
-        sampler = TransformersSampler(
-            model, self.chat.end, sampling.max_action_tokens, sampling.temperature, generator
-        )
+        sampler = TransformersSampler(model, self.chat.end, sampling.max_action_tokens, sampling.temperature, generator)
         by_id = {question.id: question for question in self.tasks.questions}
         asked = [by_id[prompt[0]["question_id"]] for prompt in prompts[::size]]
         groups = self.collect(asked, size, sampler, draw)
@@ -131,9 +134,16 @@ class Rollouts:
         ]
         seeds = [draw.getrandbits(31) for _ in questions]
         walked = walk(
-            envs, sampler, self.chat, seeds=seeds, shuffle_labels=True, max_tokens=self.config.sampling.max_tokens
+            envs,
+            sampler,
+            self.chat,
+            seeds=seeds,
+            shuffle_labels=True,
+            max_tokens=self.config.sampling.max_tokens,
         )
-        return [Group(q, rows, [self.verdict(row, q) for row in rows]) for q, rows in zip(questions, walked, strict=True)]
+        return [
+            Group(q, rows, [self.verdict(row, q) for row in rows]) for q, rows in zip(questions, walked, strict=True)
+        ]
 
     def verdict(self, row: Row, question: Question) -> Verdict | None:
         """Return the judge's verdict; None, counted, where it failed: TRL leaves such a row out of its group."""
@@ -204,7 +214,10 @@ class WalkTrainer(GRPOTrainer):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         """Return log-probabilities and entropies, (B, logits_to_keep); 0 where no token counts."""
         rows = range(len(input_ids))
-        prompt_mask, completion_mask = attention_mask[:, :-logits_to_keep], attention_mask[:, -logits_to_keep:]
+        prompt_mask, completion_mask = (
+            attention_mask[:, :-logits_to_keep],
+            attention_mask[:, -logits_to_keep:],
+        )
         scored: torch.Tensor | None = getattr(self, "_scored", None)
         scored = completion_mask.bool() if scored is None else scored
         prompts = [input_ids[row, :-logits_to_keep][prompt_mask[row].bool()] for row in rows]
@@ -215,9 +228,7 @@ class WalkTrainer(GRPOTrainer):  # type: ignore[misc]
             masks[0] = masks[0].clone()
             masks[0][0] = True
         inner = self.accelerator.unwrap_model(model)
-        found = _ForwardRedirection()(
-            model, inner, score_actions, inner, prompts, completions, masks, self.temperature
-        )
+        found = _ForwardRedirection()(model, inner, score_actions, inner, prompts, completions, masks, self.temperature)
         filled = []
         for values in found:
             whole = torch.zeros(scored.shape, device=input_ids.device)
@@ -269,6 +280,7 @@ def prepare_arguments(config: Config, run: Path, questions: int) -> GRPOConfig:
         "temperature": config.sampling.temperature,
         "max_completion_length": config.sampling.max_tokens,
         "remove_unused_columns": False,
+        "shuffle_dataset": False,  # question_order shuffles
         "steps_per_generation": chosen["gradient_accumulation_steps"],
     }
     return GRPOConfig(**{**trainer_defaults(run, "grpo", config), **chosen, **fixed})
@@ -277,10 +289,8 @@ def prepare_arguments(config: Config, run: Path, questions: int) -> GRPOConfig:
 def train_grpo(config: Config, run: Path, model: Any, rollouts: Rollouts) -> None:
     """Train the model's adapter and save it as `run/trained`; goes on from the last checkpoint."""
     arguments = prepare_arguments(config, run, len(rollouts.tasks.questions))
-    prompts = [
-        [{"role": "user", "content": question.text, "question_id": question.id}]
-        for question in rollouts.tasks.questions
-    ]
+    asked = question_order(rollouts.tasks.questions, arguments, config.seed)
+    prompts = [[{"role": "user", "content": question.text, "question_id": question.id}] for question in asked]
     trainer = WalkTrainer(
         model=model,
         args=arguments,
@@ -292,6 +302,20 @@ def train_grpo(config: Config, run: Path, model: Any, rollouts: Rollouts) -> Non
     )
     trainer.train(resume_from_checkpoint=last_checkpoint(run, "grpo"))
     trainer.save_model(str(run / "trained"))
+
+
+def question_order(questions: Sequence[Question], arguments: GRPOConfig, seed: int) -> list[Question]:
+    """Return the questions of all steps on all processes, shuffled anew each time round.
+
+    The order is ours, in one epoch, because TRL's shuffling starts over where a run is resumed in a later epoch.
+    """
+    rows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    needed = arguments.max_steps * rows // arguments.num_generations
+    order: list[Question] = []
+    draw = random.Random(f"questions {seed}")
+    while len(order) < needed:
+        order += draw.sample(list(questions), len(questions))
+    return order[:needed]
 
 
 def _walk_reward(rollouts: Rollouts) -> Callable[..., list[float | None]]:

@@ -57,18 +57,25 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     if training:
         parts.append(
-            f"GRPO: {training['grpo_steps']} steps, {training['groups']} groups, {training['groups_live']} of them live "
-            f"({training['groups_replaced']} dead ones were replaced before)."
+            f"GRPO: {training['grpo_steps']} steps, {training['groups']} groups, {training['groups_live']} of them "
+            f"live ({training['groups_replaced']} dead ones were replaced before)."
         )
-    if comparisons := result["comparisons"]:
-        worst = max(comparison["detectable"] or 0.0 for comparison in comparisons if comparison["metric"] != "reward")
-        parts.append(f"Smallest difference in recall found with 80% power, over the pairs below: up to {worst:.3f}.")
+    detectable = [c["detectable"] for c in result["comparisons"] if c["metric"] != "reward" and c["detectable"]]
+    if detectable:
+        parts.append(
+            f"Smallest difference in recall found with 80% power, over the pairs below: up to {max(detectable):.3f}."
+        )
     for scope, title in (("asked", "Same questions for all policies"), ("all", "All questions")):
         rows = [row for row in result["rows"] if row["questions"] == scope]
         if rows:
             parts += [f"## {title}", table(rows)]
-    categories = sorted({key for row in result["rows"] for key in row if key.startswith("recall_at_8_c") and key[-1].isdigit()})
-    lines = ["| policy | n | " + " | ".join(key[-2:] for key in categories) + " | clean |", "|" + "---|" * (len(categories) + 3)]
+    categories = sorted(
+        {key for row in result["rows"] for key in row if key.startswith("recall_at_8_c") and key[-1].isdigit()}
+    )
+    lines = [
+        "| policy | n | " + " | ".join(key[-2:] for key in categories) + " | clean |",
+        "|" + "---|" * (len(categories) + 3),
+    ]
     for row in result["rows"]:
         cells = [_number(row.get(key)) for key in (*categories, "recall_at_8_clean")]
         lines.append(f"| {row['policy']} | {row['n']} | " + " | ".join(cells) + " |")
@@ -81,8 +88,11 @@ def markdown(result: dict[str, Any]) -> str:
         "By question, averaged within each conversation; 95% interval by t over the conversations, and beside it the "
         "bootstrap over questions within conversations.",
     ]
-    lines = ["| metric | a − b | difference | t interval | question interval | n | by conversation |", "|" + "---|" * 7]
-    for c in comparisons:
+    lines = [
+        "| metric | a − b | difference | t interval | question interval | n | by conversation |",
+        "|" + "---|" * 7,
+    ]
+    for c in result["comparisons"]:
         by = ", ".join(f"{value:+.3f}" for value in c["by_conversation"].values())
         lines.append(
             f"| {c['metric']} | {c['a']} − {c['b']} | {c['difference']:+.3f} | {_interval(c['low'], c['high'])} | "
@@ -101,7 +111,14 @@ def plot_entries(result: dict[str, Any], path: Path) -> Path:
     axes.plot(*zip(*search, strict=True), color="0.6", marker=".", label="search, top k")
     walked = [row for row in rows if not row["policy"].startswith("top_k")]
     for place, row in enumerate(walked):
-        axes.scatter(row["entries"], row["evidence_recall"], color=f"C{place % 10}", marker="osD^vP*X"[place % 8], label=row["policy"], zorder=3)
+        axes.scatter(
+            row["entries"],
+            row["evidence_recall"],
+            color=f"C{place % 10}",
+            marker="osD^vP*X"[place % 8],
+            label=row["policy"],
+            zorder=3,
+        )
     axes.set(xlabel="entries in the working set (mean)", ylabel="share of the evidence found")
     axes.set_title(f"{result['name']}: recall against entries, n = {rows[0]['n']}", fontsize=10)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -127,7 +144,12 @@ def plot_learning(metrics: Path, path: Path) -> Path | None:
     for kind in ("expand", "refine", "stop", "bad"):
         axes[1].plot(at, [row[f"actions/{kind}"] for row in rows], marker=".", label=kind)
     axes[2].plot(at, [row["groups/live"] / row["groups/all"] for row in rows], marker=".", label="live groups")
-    axes[2].plot(at, [row["groups/distinct_trajectories"] for row in rows], marker=".", label="distinct trajectories a group")
+    axes[2].plot(
+        at,
+        [row["groups/distinct_trajectories"] for row in rows],
+        marker=".",
+        label="distinct trajectories a group",
+    )
     for axis, title in zip(axes, ("reward (sampled, training questions)", "share of actions", "signal"), strict=True):
         axis.set(title=title, xlabel="GRPO step")
         axis.legend(fontsize=7)

@@ -61,8 +61,8 @@ def walk(
     options = {"shuffle_labels": shuffle_labels}
     prompts = []
     for group, seed in zip(groups, seeds, strict=True):
-        observation = [env.reset(seed=seed, options=options)[0] for env in group][0]
-        prompts.append(chat.first(observation))
+        started = [env.reset(seed=seed, options=options)[0] for env in group]
+        prompts.append(chat.first(started[0]))
     envs = [env for group in groups for env in group]
     copies = len(groups[0])
     rows = [Row(list(prompt)) for prompt in prompts for _ in range(copies)]
@@ -73,25 +73,26 @@ def walk(
     while live:
         rules = None
         if grammar_tokens is not None:
-            states = [envs[row].state for row in live]
+            states = [envs[number].state for number in live]
             rules = [allowed_ids(chat, state, grammar_tokens) for state in states if state is not None]
         actions, logps = sampler.act(rules)
-        kept, observations, still = [], [], []
-        for place, (row, ids, scores) in enumerate(zip(live, actions, logps, strict=True)):
-            _append(rows[row], ids, scores, sampled=True)
-            observation, _, ended, _, _ = envs[row].step(chat.read(ids))
+        kept: list[int] = []
+        observations: list[list[int]] = []
+        for place, (number, ids, scores) in enumerate(zip(live, actions, logps, strict=True)):
+            env, row = envs[number], rows[number]
+            _append(row, ids, scores, sampled=True)
+            observation, _, ended, _, _ = env.step(chat.read(ids))
             if ended:
-                rows[row].trajectory = envs[row].trajectory()
+                row.trajectory = env.trajectory()
                 continue
             # A cut action lacks its end of turn: the template's goes in, as an observed id.
             answer = [*([] if ids[-1] == chat.end else [chat.end]), *chat.following(observation)]
-            _append(rows[row], answer, [0.0] * len(answer), sampled=False)
-            _check_length(rows[row], envs[row], max_tokens)
+            _append(row, answer, [0.0] * len(answer), sampled=False)
+            _check_length(row, env, max_tokens)
             kept.append(place)
             observations.append(answer)
-            still.append(row)
         sampler.observe(kept, observations)
-        live = still
+        live = [live[place] for place in kept]
     return [rows[start : start + copies] for start in range(0, len(rows), copies)]
 
 

@@ -14,8 +14,9 @@ from cuewalk.rl.config import Config, ConfigError, config_tree
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "faiss-cpu", "sentence-transformers")
 
-# What may change between two starts of one run without making it another run.
-FREE = ("run_dir", "memory_dir", "evaluation")
+# What may change between two starts of one run without making it another run: a longer run of the same kind goes
+# on where the shorter one ended.
+FREE = ("run_dir", "memory_dir", "evaluation", "grpo.max_steps")
 
 
 def open_run(config: Config) -> Path:
@@ -29,9 +30,7 @@ def open_run(config: Config) -> Path:
     path = run / "config.json"
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))["config"]
-        changed = [place for place in _differences(before, tree) if place.split(".")[0] not in FREE]
-        if _steps_only(changed):
-            changed = []  # a longer run of the same kind goes on where the shorter one ended
+        changed = [place for place in _differences(before, tree) if not place.startswith(FREE)]
         if changed:
             raise ConfigError(
                 f"{run} holds a run with other settings ({', '.join(changed[:5])}); nothing was overwritten. "
@@ -49,7 +48,8 @@ def provenance() -> dict[str, Any]:
     root = Path(__file__).resolve().parent.parent
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "commit": _git(root, "rev-parse", "--short=12", "HEAD") + ("+changes" if _git(root, "status", "--porcelain") else ""),
+        "commit": _git(root, "rev-parse", "--short=12", "HEAD")
+        + ("+changes" if _git(root, "status", "--porcelain") else ""),
         "versions": {"python": sys.version.split()[0], **{name: version(name) for name in PACKAGES}},
     }
 
@@ -66,10 +66,6 @@ def _differences(before: Any, after: Any, place: str = "") -> list[str]:
         keys = sorted(before.keys() | after.keys())
         return [d for key in keys for d in _differences(before.get(key), after.get(key), f"{place}.{key}".lstrip("."))]
     return [] if before == after else [place]
-
-
-def _steps_only(changed: list[str]) -> bool:
-    return changed == ["grpo.max_steps"]
 
 
 class MetricsLog(TrainerCallback):  # type: ignore[misc]

@@ -1,5 +1,8 @@
-"""Log-probabilities of actions, each token computed once: a group's prompt is shared, and only action positions
-go through the vocabulary head (TRL on a CPU sends every position through it)."""
+"""Log-probabilities of actions, each token computed once.
+
+A group's prompt is shared, and only action positions go through the vocabulary head (TRL on a CPU sends every
+position through it).
+"""
 
 import inspect
 from collections.abc import Sequence
@@ -57,7 +60,7 @@ def check_model(model: Any) -> None:
     if error > (1e-3 if model.dtype == torch.float32 else 0.5):
         raise ModelError(
             f"{model.config.model_type} models give other logits (by {error:.3f}) when hidden states are cached and "
-            f"sent through the head alone; use a model with plain attention and an unscaled head, such as Llama or Qwen2.5"
+            f"sent through the head alone; use a model with plain attention and an unscaled head, like Llama"
         )
 
 

@@ -34,7 +34,12 @@ def compare(
         grouped.setdefault(conversation[question], []).append(a[question] - b[question])
     means = {id_: float(np.mean(values)) for id_, values in grouped.items()}
     values = list(means.values())
-    result: dict[str, Any] = {"difference": float(np.mean(values)), "low": None, "high": None, "detectable": None}
+    result: dict[str, Any] = {
+        "difference": float(np.mean(values)),
+        "low": None,
+        "high": None,
+        "detectable": None,
+    }
     if len(values) > 1:
         error, freedom = float(stats.sem(values)), len(values) - 1
         half = float(stats.t.ppf(0.975, freedom)) * error

@@ -4,8 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-# Before trl is imported: no usage statistics, and no notice that `rollout_func` may change (the version is pinned).
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+# Before trl is imported: no notice that `rollout_func` may change, for its version is pinned.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch

@@ -28,7 +28,9 @@ class Chat:
         self.tokenizer = tokenizer
         self.end: int = tokenizer.eos_token_id
         marks = ("cuewalkfirst", "cuewalkaction", "cuewalksecond")
-        turns = [{"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), marks, strict=True)]
+        turns = [
+            {"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), marks, strict=True)
+        ]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         parts: list[str] = []
         for mark in marks:

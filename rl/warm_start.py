@@ -106,7 +106,8 @@ def set_logps(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     at = hidden.last_hidden_state[inputs["rows"], inputs["positions"] - 1]  # the state before each action id
     scores = head(at).float().log_softmax(-1)
     right = scores.gather(1, inputs["targets"]).masked_fill(~inputs["is_target"], -torch.inf)
-    return right.logsumexp(1)
+    summed: torch.Tensor = right.logsumexp(1)
+    return summed
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -137,7 +138,11 @@ def warm_start(config: Config, run: Path, model: Any, chat: Chat, rows: list[dic
         "save_steps": 25,
         "save_total_limit": 1,
     }
-    fixed = {"remove_unused_columns": False, "dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None}
+    fixed = {
+        "remove_unused_columns": False,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "max_length": None,
+    }
     arguments = SFTConfig(**{**trainer_defaults(run, "sft", config), **defaults, **config.sft, **fixed})
     trainer = TeachTrainer(
         model=model,

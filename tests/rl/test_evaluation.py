@@ -1,0 +1,134 @@
+import numpy as np
+import pytest
+from scipy import stats
+
+from cuewalk.env import EnvConfig, Gold, Question, RetrievalEnv, Tasks
+from cuewalk.judges import TrajectoryJudge
+from cuewalk.rl import baselines
+from cuewalk.rl.measures import measure_entries, measure_walk
+from cuewalk.rl.report import markdown
+from cuewalk.rl.statistics import compare
+
+RULES = EnvConfig(k=1, budget=3, frontier_cap=4, new_lines=1)
+
+
+def words(text):
+    return len(text.split())
+
+
+def test_recall_at_8_tops_up_from_the_first_ranking_and_cuts(graph, question, gold):
+    found = measure_entries(graph, question, gold, ["e3"], words, 0.8)
+    # Six entries in all: topped up to 8, everything is there, and the walk's own recall stays what it was.
+    assert (found["recall_at_8"], found["evidence_recall"]) == (1.0, 0.0)
+    assert found["recall_at_8_c4"] == 1.0 and found["precision"] == 0.0 and found["entries"] == 1.0
+    assert found["context_tokens"] == words(graph.entries["e3"].value)
+
+
+def test_recall_at_300_tokens_takes_what_fits(graph, question, gold):
+    ranking = ["e3", *[hit.entry for hit in graph.search(question.text, 60, exclude={"e3"})]]
+    both = max(ranking.index("e0"), ranking.index("e1"))
+    per_entry = 300 // both  # the entry that completes the evidence is just past 300 tokens
+    assert measure_entries(graph, question, gold, ["e3"], lambda _: per_entry, 0.8)["recall_at_300t"] == 0.5
+    assert measure_entries(graph, question, gold, ["e3"], lambda _: 300 // (both + 1), 0.8)["recall_at_300t"] == 1.0
+    assert measure_entries(graph, question, gold, ["e3"], lambda _: 301, 0.8)["recall_at_300t"] == 0.0
+
+
+def test_ndcg_is_one_where_the_gold_comes_first(graph, question, gold):
+    assert measure_entries(graph, question, gold, ["e0", "e1"], words, 0.8)["ndcg"] == pytest.approx(1.0)
+    late = measure_entries(graph, question, gold, ["e3", "e0", "e4", "e1"], words, 0.8)["ndcg"]
+    ideal = 1 / np.log2(2) + 1 / np.log2(3)
+    assert late == pytest.approx((1 / np.log2(3) + 1 / np.log2(5)) / ideal)
+
+
+def test_a_walk_is_measured_by_its_ending_and_cost(graph, question, gold):
+    env = RetrievalEnv(graph, question, RULES)
+    trajectory = baselines.run_scripted(baselines.expand_top(3), env, gold)
+    assert measure_walk(trajectory, 0.25) == {
+        "reward": 0.25, "steps": 1.0, "cost": 3.0, "budget": 3.0, "bad_actions": 0.0,
+        "ended_stopped": 0.0, "ended_budget": 1.0, "ended_malformed": 0.0,
+    }  # fmt: skip
+
+
+def test_scripted_policies_do_what_their_names_say(graph, question, gold):
+    run = lambda policy: baselines.run_scripted(policy, RetrievalEnv(graph, question, RULES), gold)  # noqa: E731
+    assert run(baselines.stop).added == ()
+    frontier = RetrievalEnv(graph, question, RULES)
+    frontier.reset()
+    shown = [link.entry for _, link in frontier.state.frontier]
+    assert run(baselines.expand_top(1)).added == (shown[0],)
+    assert run(baselines.expand_top(2)).added == tuple(shown[:2])
+    assert run(baselines.oracle).added == ("e1",)
+    assert run(baselines.random_walk).working == run(baselines.random_walk).working
+
+
+def test_the_ranker_learns_which_candidates_hold_evidence(graph, conversation):
+    questions = tuple(Question(f"toy:{i}", "toy", "dog " * (i % 3 + 1)) for i in range(30))
+    tasks = Tasks({"toy": conversation}, questions, {q.id: Gold("", ("m6",), 4) for q in questions})
+    ranker = baselines.Ranker()
+    ranker.fit(tasks, tasks, {"toy": graph}, RULES, TrajectoryJudge())
+    env = RetrievalEnv(graph, questions[0], RULES)
+    assert "e5" in baselines.run_scripted(ranker, env, tasks.gold["toy:0"]).added
+    env.reset()
+    assert baselines.features(env).shape == (4, 16)
+    none = Tasks({"toy": conversation}, questions, {q.id: Gold("", ("m1",), 4) for q in questions})
+    with pytest.raises(ValueError, match="with and without evidence"):
+        ranker.fit(none, none, {"toy": graph}, RULES, TrajectoryJudge())
+
+
+def test_differences_are_averaged_by_conversation_with_a_t_interval():
+    a = {"q1": 1.0, "q2": 0.0, "q3": 1.0, "q4": 1.0}
+    b = {"q1": 0.0, "q2": 0.0, "q3": 0.0, "q4": 0.5}
+    home = {"q1": "x", "q2": "x", "q3": "y", "q4": "z"}
+    found = compare(a, b, home)
+    assert found["by_conversation"] == {"x": 0.5, "y": 1.0, "z": 0.5}
+    assert found["difference"] == pytest.approx(2 / 3)
+    interval = stats.ttest_1samp([0.5, 1.0, 0.5], 0).confidence_interval(0.95)
+    assert (found["low"], found["high"]) == pytest.approx((interval.low, interval.high))
+    error = stats.sem([0.5, 1.0, 0.5])
+    assert found["detectable"] == pytest.approx((stats.t.ppf(0.975, 2) + stats.t.ppf(0.8, 2)) * error)
+    assert found["question_low"] <= np.mean([1, 0, 1, 0.5]) <= found["question_high"]
+    assert found["n"] == 4
+
+
+def test_one_conversation_has_no_t_interval_and_unequal_questions_are_refused():
+    alone = compare({"q": 1.0}, {"q": 0.5}, {"q": "x"})
+    assert (alone["difference"], alone["low"], alone["detectable"]) == (0.5, None, None)
+    with pytest.raises(ValueError, match="the same questions on both sides"):
+        compare({"q": 1.0}, {"r": 1.0}, {"q": "x", "r": "x"})
+
+
+def test_the_bootstrap_is_stratified_and_seeded():
+    a = {f"q{i}": float(i % 2) for i in range(40)}
+    b = dict.fromkeys(a, 0.0)
+    home = {q: "x" if int(q[1:]) < 20 else "y" for q in a}
+    first, again = compare(a, b, home), compare(a, b, home)
+    assert first == again
+    assert first["question_low"] == pytest.approx(0.35, abs=0.06)
+    constant = {q: 1.0 if home[q] == "x" else 0.0 for q in a}
+    assert compare(constant, b, home)["question_low"] == 0.5  # nothing varies within a conversation
+
+
+def test_a_report_shows_losses_as_plainly_as_gains():
+    row = {
+        "policy": "trained",
+        "questions": "all",
+        "n": 2,
+        "reward": -0.1,
+        "recall_at_8": 0.5,
+        "recall_at_8_c4": 0.5,
+    }
+    result = {
+        "name": "x", "command": "cuewalk evaluate", "commit": "abc", "seeds": [0], "versions": {},
+        "data": {"dataset": "synthetic", "split": "s", "n": 2, "n_clean": 2, "n_asked": 2},
+        "rows": [row, replace_policy(row, "stop")],
+        "comparisons": [{"metric": "reward", "a": "trained", "b": "stop", "n": 2,
+                         **compare({"q": -0.1, "r": -0.1}, {"q": 0.0, "r": 0.0}, {"q": "x", "r": "y"})}],
+        "training": {},
+    }  # fmt: skip
+    text = markdown(result)
+    assert "| trained | 2 | 0.500 | – | – | -0.100 |" in text
+    assert "| reward | trained − stop | -0.100 | -0.100 … -0.100 |" in text
+
+
+def replace_policy(row, name):
+    return row | {"policy": name, "reward": 0.0}
