@@ -9,6 +9,7 @@ import numpy.typing as npt
 from sklearn.ensemble import HistGradientBoostingClassifier
 
 from cuewalk.env import (
+    DataError,
     EnvConfig,
     Expand,
     Gold,
@@ -91,7 +92,7 @@ class Ranker:
         """Train on every first frontier of `train`, then choose the threshold on `val`.
 
         Raises:
-            ValueError: If no training candidate holds evidence, or all do.
+            DataError: If no training candidate holds evidence, or all do.
         """
         rows, labels = [], []
         for question in train.questions:
@@ -102,7 +103,7 @@ class Ranker:
             rows.append(features(env))
             labels += [bool(covered(env.graph, [link.entry]) & set(gold.evidence)) for _, link in env.state.frontier]
         if len(set(labels)) < 2:
-            raise ValueError(f"the ranker needs candidates with and without evidence; got {len(labels)} of one kind")
+            raise DataError(f"the ranker needs candidates with and without evidence; got {len(labels)} of one kind")
         self._model.fit(np.concatenate(rows), np.array(labels))
 
         def reward(threshold: float) -> float:

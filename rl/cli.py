@@ -50,6 +50,8 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--config", required=True, help="a YAML file, such as configs/demo.yaml")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to override")
+        if name == "evaluate":
+            command.add_argument("--out", help="folder and name of the files, instead of run_dir/evaluation")
         command.set_defaults(run=run)
     export = commands.add_parser("export", help="write a trained policy into a directory of its own")
     export.add_argument("run_dir", help="the run directory of `cuewalk train`")
@@ -86,18 +88,12 @@ def _evaluate(options: argparse.Namespace) -> None:
     from cuewalk.rl.evaluate import evaluate
     from cuewalk.rl.report import table
 
-    config = _config(options)
-    result = evaluate(config)
+    result, paths = evaluate(_config(options), Path(options.out) if options.out else None)
     scope = "asked" if any(row["questions"] == "asked" for row in result["rows"]) else "all"
     print(table([row for row in result["rows"] if row["questions"] == scope]))
-    training = result["training"]
-    if training:
+    if training := result["training"]:
         print(f"\nGRPO: {training['groups_live']} of {training['groups']} groups were live.")
-    print(
-        "\nWritten:",
-        *sorted(str(p) for p in Path(config.run_dir).glob("*.*") if p.suffix in (".png", ".md", ".json")),
-        sep="\n  ",
-    )
+    print("\nWritten:", *paths, sep="\n  ")
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -35,7 +35,7 @@ class DataConfig:
     path: str | None = None
     split: str = "conv-4-1-5"
     conversations: tuple[int, int, int] = (8, 2, 4)
-    messages: int = 120
+    messages: int = 135
     seed: int = 0
 
 

@@ -10,7 +10,7 @@ from cuewalk.env.synthetic import generate
 from cuewalk.env.tasks import PARTS, DataError
 from cuewalk.memory import Encoder, MemoryGraph, build_graph, load_graph, save_graph
 from cuewalk.memory.build import build_digest
-from cuewalk.rl.config import Config, DataConfig
+from cuewalk.rl.config import Config, ConfigError, DataConfig
 
 
 def load_part(config: DataConfig, part: str) -> Tasks:
@@ -18,7 +18,17 @@ def load_part(config: DataConfig, part: str) -> Tasks:
 
     Raises:
         DataError: If the data can't be had.
+        ConfigError: If what is asked for does not exist.
     """
+    try:
+        return _load(config, part)
+    except DataError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"config: data: {error}") from error
+
+
+def _load(config: DataConfig, part: str) -> Tasks:
     if config.source == "synthetic":
         count = config.conversations[PARTS.index(part)]
         return generate(part, conversations=count, seed=config.seed, messages=config.messages)

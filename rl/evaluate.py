@@ -52,11 +52,15 @@ class Bench:
         return measure_entries(graph, question, gold, entries, self.count_tokens, self.config.judge.similarity)
 
 
-def evaluate(config: Config) -> dict[str, Any]:
-    """Measure all policies, write `evaluation.json`, `.md` and the plots into the run directory, return the result.
+def evaluate(config: Config, prefix: Path | None = None) -> tuple[dict[str, Any], list[Path]]:
+    """Measure all policies; write JSON, Markdown and plots; return the result and the files.
 
     Policies without a model see all questions of the part; those with one see `evaluation.model_questions`. Both
     are also given on the model's questions, so that the rows of one table compare.
+
+    Args:
+        config: Of a run that was trained.
+        prefix: Where the files go and how their names begin; `run_dir/evaluation` where None.
     """
     run = Path(config.run_dir)
     if not (run / "config.json").exists():
@@ -91,8 +95,7 @@ def evaluate(config: Config) -> dict[str, Any]:
     for name, model, grammar in policies_with_model(config, run):
         found[name] = measure_model(bench, asked, model(), name, grammar=grammar)
     result = summarise(config, bench, found, [question.id for question in asked])
-    write_report(result, run, "evaluation")
-    return result
+    return result, write_report(result, run / "metrics.jsonl", prefix or run / "evaluation")
 
 
 def _all(*parts: Tasks) -> Tasks:

@@ -23,15 +23,20 @@ COLUMNS = (
 )
 
 
-def write_report(result: dict[str, Any], run: Path, name: str) -> list[Path]:
-    """Write `name.json`, `name.md` and the plots beside each other; return their paths."""
-    paths = [run / f"{name}.json", run / f"{name}.md"]
+def write_report(result: dict[str, Any], metrics: Path, prefix: Path) -> list[Path]:
+    """Write `prefix.json`, `prefix.md` and the plots `prefix_….png`; return their paths.
+
+    Args:
+        result: In the one results form.
+        metrics: The run's `metrics.jsonl`, for the learning curve.
+        prefix: Folder and beginning of the names.
+    """
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    paths = [prefix.with_name(prefix.name + end) for end in (".json", ".md", "_entries.png", "_learning.png")]
     paths[0].write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     paths[1].write_text(markdown(result), encoding="utf-8")
-    paths.append(plot_entries(result, run / f"{name}_entries.png"))
-    if (curve := plot_learning(run / "metrics.jsonl", run / "learning_curve.png")) is not None:
-        paths.append(curve)
-    return paths
+    plot_entries(result, paths[2])
+    return paths if plot_learning(metrics, paths[3]) else paths[:3]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -102,7 +107,7 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def plot_entries(result: dict[str, Any], path: Path) -> Path:
+def plot_entries(result: dict[str, Any], path: Path) -> None:
     """Plot recall against entries: plain search as a curve, every policy as a point."""
     scope = "asked" if any(row["questions"] == "asked" for row in result["rows"]) else "all"
     rows = [row for row in result["rows"] if row["questions"] == scope]
@@ -125,17 +130,16 @@ def plot_entries(result: dict[str, Any], path: Path) -> Path:
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150, bbox_inches="tight")
     plt.close(figure)
-    return path
 
 
-def plot_learning(metrics: Path, path: Path) -> Path | None:
-    """Plot GRPO's reward, action shares and live groups by step; None where nothing was logged."""
+def plot_learning(metrics: Path, path: Path) -> bool:
+    """Plot GRPO's reward, action shares and live groups by step; False where nothing was logged."""
     if not metrics.exists():
-        return None
+        return False
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     steps = {line["step"]: line for line in lines if line["stage"] == "grpo" and "groups/live" in line}
     if not steps:
-        return None
+        return False
     at, rows = list(steps), list(steps.values())
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.4))
     axes[0].plot(at, [row["reward"] for row in rows], marker=".", label="reward")
@@ -156,7 +160,7 @@ def plot_learning(metrics: Path, path: Path) -> Path | None:
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=150, bbox_inches="tight")
     plt.close(figure)
-    return path
+    return True
 
 
 def _number(value: float | None) -> str:

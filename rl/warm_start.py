@@ -14,7 +14,7 @@ from trl.models.utils import _ForwardRedirection
 
 from cuewalk.env import RetrievalEnv, Stop, Tasks, format_action
 from cuewalk.memory import MemoryGraph
-from cuewalk.rl.config import Config, check_options
+from cuewalk.rl.config import Config, ConfigError, check_options
 from cuewalk.rl.oracle import oracle_action
 from cuewalk.rl.run import MetricsLog, last_checkpoint, trainer_defaults
 from cuewalk.rl.scoring import decoder_and_head, pad_rows
@@ -28,7 +28,7 @@ def teach_rows(config: Config, tasks: Tasks, graphs: dict[str, MemoryGraph], cha
     there. A letter's targets are all picks not yet named: any order of the gold letters is right, then the end.
 
     Raises:
-        ValueError: If there are fewer than `warm_start.rows` (question, k) pairs of a kind to choose from.
+        ConfigError: If there are fewer than `warm_start.rows` (question, k) pairs of a kind to choose from.
     """
     draw = random.Random(f"warm start {config.seed}")
     pairs = [(question, k) for question in tasks.questions for k in config.warm_start.k]
@@ -64,8 +64,8 @@ def teach_rows(config: Config, tasks: Tasks, graphs: dict[str, MemoryGraph], cha
         bar.update()
     bar.close()
     if any(wanted.values()):
-        raise ValueError(
-            f"warm_start.rows = {config.warm_start.rows} with stop_share {config.warm_start.stop_share}, but only "
+        raise ConfigError(
+            f"config: warm_start.rows = {config.warm_start.rows} (stop_share {config.warm_start.stop_share}), but only "
             f"{len(rows)} rows can be made of {len(tasks.questions)} questions and k in {config.warm_start.k} "
             f"(short of {wanted[True]} that stop at once, {wanted[False]} that expand); lower rows or change stop_share"
         )

@@ -62,6 +62,9 @@ def test_build_says_what_is_in_the_memories_and_does_not_build_twice(tmp_path, t
         ({"model": "smolm"}, "unknown model 'smolm'"),
         ({"data": {"source": "json", "path": "nowhere.json"}}, "no data at nowhere.json"),
         ({"data": {"source": "json"}}, "data.path is not set"),
+        ({"data": {"source": "synthetic", "messages": 10}}, "config: data: messages = 10: must be at least"),
+        ({"data": {"source": "locomo", "split": "mine"}}, "config: data: unknown split 'mine'"),
+        ({"warm_start": {"rows": 9999}}, "only"),
         ({"grpo": {"per_device_train_batch_size": 800}}, "training questions, but one step takes 100"),
         ({"lora": {"lora_dropout": 0.1}}, "lora.lora_dropout must be 0"),
         ({"lora": {"rank": 4}}, "unknown key 'lora.rank'"),
@@ -125,7 +128,7 @@ def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     assert asked["oracle"]["evidence_recall"] >= asked["stop"]["evidence_recall"]
     assert asked["untrained_grammar"]["ended_malformed"] == 0.0
     assert {"name", "command", "commit", "seeds", "versions", "data", "rows", "comparisons"} <= set(result)
-    for name in ("evaluation.md", "evaluation_entries.png", "learning_curve.png"):
+    for name in ("evaluation.md", "evaluation_entries.png", "evaluation_learning.png"):
         assert (tmp_path / "run" / name).stat().st_size > 100 and name in printed
     run("cuewalk.rl.cli", "export", str(tmp_path / "run"), str(tmp_path / "policy"))
     assert (tmp_path / "policy" / "policy.json").exists()
