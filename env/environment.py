@@ -150,7 +150,8 @@ class RetrievalEnv(gymnasium.Env[str, str]):
         """
         super().reset(seed=seed)
         shuffle = bool((options or {}).get("shuffle_labels"))
-        self.labels = "".join(self.np_random.permutation(list(LABELS))) if shuffle else LABELS
+        letters = LABELS[: self.config.most_labels]  # a policy never meets others
+        self.labels = "".join(self.np_random.permutation(list(letters))) if shuffle else letters
         self.state = first_state(self.graph, self.question.text, self.config, self.labels)
         self.steps: list[Step] = []
         self.first = self.state.working

@@ -53,11 +53,16 @@ class EnvConfig:
                 raise ValueError(f"env.{name} = {getattr(self, name)}: must be at least 0")
         if unknown := set(self.links) - set(LINK_KINDS):
             raise ValueError(f"env.links: unknown kinds {sorted(unknown)}; choose from {', '.join(LINK_KINDS)}")
-        if (most := self.frontier_cap + self.budget * self.new_lines) > len(LABELS):
+        if self.most_labels > len(LABELS):
             raise ValueError(
-                f"env: frontier_cap {self.frontier_cap} + budget {self.budget} x new_lines {self.new_lines} = {most} "
-                f"labels, but there are {len(LABELS)} letters; lower one of them"
+                f"env: frontier_cap {self.frontier_cap} + budget {self.budget} x new_lines {self.new_lines} = "
+                f"{self.most_labels} labels, but there are {len(LABELS)} letters; lower one of them"
             )
+
+    @property
+    def most_labels(self) -> int:
+        """Return how many labels a trajectory can give out."""
+        return self.frontier_cap + self.budget * self.new_lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """One YAML file a job: frozen dataclasses for our knobs, and mappings passed straight to TRL and PEFT."""
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -12,6 +13,15 @@ from pydantic import TypeAdapter, ValidationError
 from cuewalk.env import EnvConfig
 from cuewalk.judges import JudgeConfig
 from cuewalk.memory import BuildConfig
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads `1e-3` as text; people mean a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
+)
 
 
 class ConfigError(ValueError):
@@ -138,7 +148,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         known = ", ".join(str(p) for p in sorted(path.parent.glob("*.yaml"))) or "none beside it"
         raise ConfigError(f"no configuration at {path}; found: {known}")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
         for override in overrides:
             _override(tree, override)
     except yaml.YAMLError as error:
@@ -196,7 +206,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
             raise ConfigError(f"override {override!r}: {section!r} is no section")
-    tree[last] = yaml.safe_load(value)
+    tree[last] = yaml.load(value, _Loader)
 
 
 def _check_keys(tree: Mapping[str, Any], owner: Any, prefix: str) -> None:

@@ -66,6 +66,14 @@ def test_overrides_win_and_are_yaml(tmp_path):
     )
 
 
+def test_a_number_in_scientific_notation_is_a_number(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("grpo: {learning_rate: 1e-3}\nsft: {learning_rate: -2.5E+4, note: 1e, name: e3}\n")
+    config = load_config(path, ["grpo.weight_decay=3e-2"])
+    assert config.grpo == {"learning_rate": 0.001, "weight_decay": 0.03}
+    assert config.sft == {"learning_rate": -25000.0, "note": "1e", "name": "e3"}
+
+
 def test_a_missing_file_lists_its_neighbours(tmp_path):
     (tmp_path / "demo.yaml").write_text("")
     with pytest.raises(ConfigError, match=r"no configuration at .*found: .*demo.yaml"):
