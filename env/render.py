@@ -72,7 +72,11 @@ def _read_lines(graph: MemoryGraph, entries: Iterable[str], config: EnvConfig) -
 
 
 def _candidate_lines(graph: MemoryGraph, candidates: Iterable[tuple[str, Link]], config: EnvConfig) -> list[str]:
-    """Write `H 7e Caroline: adoption agency interview`: letter, score digit, link letter, speaker, abstraction."""
+    """Write `Caroline: adoption agency interview 7e H`: speaker, abstraction, score digit, link letter, letter.
+
+    The letter comes last, after a space: there the model has read the line, and ` H` is the very token that
+    `EXPAND H` names. At the front it is another token, seen before what it stands for.
+    """
     lines = []
     for label, link in candidates:
         entry = graph.entries[link.entry]
@@ -80,7 +84,7 @@ def _candidate_lines(graph: MemoryGraph, candidates: Iterable[tuple[str, Link]],
         text = plain(entry.abstraction)
         speaker = plain(entry.speaker)
         named = text if text.startswith(speaker) else f"{speaker}: {text}"
-        lines.append(f"{label} {digit}{KIND_LETTERS[link.kind]} {_cut(named, config.abstraction_words)}")
+        lines.append(f"{_cut(named, config.abstraction_words)} {digit}{KIND_LETTERS[link.kind]} {label}")
     return lines
 
 
