@@ -1,5 +1,6 @@
 """State as text. The transcript is append-only: the first observation shows all, a later one only what is new."""
 
+import re
 import unicodedata
 from collections.abc import Iterable
 
@@ -54,11 +55,13 @@ def next_observation(graph: MemoryGraph, state: State, change: Change, config: E
 def plain(text: str) -> str:
     """Make untrusted text one line without control, zero-width or bidirectional characters or token brackets.
 
-    One line, so that it can't forge a candidate or an action; `<|` is broken, so that it can't even look like a
-    special token (that it can't become one is the tokenizer's part: cuewalk.rl.transcript).
+    One line, so that it can't forge a candidate or an action; what looks like the end of a candidate's line (`7e H`)
+    is closed up; `<|` is broken, so that it can't even look like a special token (that it can't become one is the
+    tokenizer's part: cuewalk.rl.transcript).
     """
     kept = "".join(c for c in text if c.isspace() or unicodedata.category(c)[0] != "C")
-    return " ".join(kept.split()).replace("<|", "< |").replace("|>", "| >")
+    closed = re.sub(r"(\d[a-z]) (?=[A-Za-z]\b)", r"\1", " ".join(kept.split()))
+    return closed.replace("<|", "< |").replace("|>", "| >")
 
 
 def _read_lines(graph: MemoryGraph, entries: Iterable[str], config: EnvConfig) -> list[str]:

@@ -11,6 +11,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from cuewalk.env import EnvConfig
+from cuewalk.env.actions import MAX_EXPAND
 from cuewalk.judges import JudgeConfig
 from cuewalk.memory import BuildConfig
 
@@ -58,15 +59,20 @@ class WarmStartConfig:
         k: First-search sizes that rows are made from.
         stop_share: Share of rows on which the oracle stops at once. Unweighted it is about three quarters, and
             imitation then ends in always stopping.
+        picks: Candidates an expansion names at least: the oracle's, then the first of the list. A small model learns
+            to take the first lines long before it learns which lines hold evidence.
     """
 
     rows: int = 800
     k: tuple[int, ...] = (2, 3, 5, 8)
     stop_share: float = 0.5
+    picks: int = 1
 
     def __post_init__(self) -> None:
         if self.rows < 0 or not self.k or min(self.k) < 1 or not 0 <= self.stop_share <= 1:
             raise ValueError(f"{self}: rows >= 0, every k >= 1, stop_share between 0 and 1")
+        if not 1 <= self.picks <= MAX_EXPAND:
+            raise ValueError(f"warm_start.picks = {self.picks}: between 1 and {MAX_EXPAND}")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from trl import SFTConfig, SFTTrainer
 from trl.models.utils import _ForwardRedirection
 
-from cuewalk.env import RetrievalEnv, Stop, Tasks, format_action
+from cuewalk.env import Expand, RetrievalEnv, Stop, Tasks, format_action
 from cuewalk.memory import MemoryGraph
 from cuewalk.rl.config import Config, ConfigError, check_options
 from cuewalk.rl.oracle import oracle_action
@@ -56,9 +56,10 @@ def teach_rows(config: Config, tasks: Tasks, graphs: dict[str, MemoryGraph], cha
         ids, positions, targets = chat.first(observation), list[int](), list[list[int]]()
         ended = False
         while not ended:
+            action, held = _filled(action, env, config.warm_start.picks)
             said = chat.action(format_action(action))
             positions += range(len(ids), len(ids) + len(said))
-            targets += _targets(said, action, chat)
+            targets += _targets(said, action, held, chat)
             ids += said
             observation, _, ended, _, _ = env.step(format_action(action))
             if not ended:
@@ -76,13 +77,28 @@ def teach_rows(config: Config, tasks: Tasks, graphs: dict[str, MemoryGraph], cha
     return rows
 
 
-def _targets(said: Sequence[int], action: Any, chat: Chat) -> list[list[int]]:
-    """Return what is right at each id of an action: the id itself, or any letter not yet named."""
+def _filled(action: Expand | Stop, env: RetrievalEnv, picks: int) -> tuple[Expand | Stop, int]:
+    """Fill an expansion up to `picks` labels with the first of the list; return it and how many the oracle named."""
+    if isinstance(action, Stop):
+        return action, 0
+    assert env.state is not None
+    free = [label for label, _ in env.state.frontier if label not in action.labels]
+    most = min(picks, env.state.budget // env.config.expand_cost)
+    labels = (*action.labels, *free[: max(0, most - len(action.labels))])
+    return Expand(labels), len(action.labels)
+
+
+def _targets(said: Sequence[int], action: Expand | Stop, held: int, chat: Chat) -> list[list[int]]:
+    """Return what is right at each id of an action: the id itself, or any letter not yet named of its kind.
+
+    The first `held` letters hold evidence, in any order; those after them fill up, in any order too.
+    """
     if isinstance(action, Stop):
         return [[id_] for id_ in said]
     letters = [chat.letters[label] for label in action.labels]
     first = len(said) - 1 - len(letters)
-    return [[id_] for id_ in said[:first]] + [letters[i:] for i in range(len(letters))] + [[said[-1]]]
+    named = [letters[i:held] if i < held else letters[i:] for i in range(len(letters))]
+    return [[id_] for id_ in said[:first]] + named + [[said[-1]]]
 
 
 class TeachTrainer(SFTTrainer):  # type: ignore[misc]

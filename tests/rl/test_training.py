@@ -18,7 +18,7 @@ from cuewalk.rl.grpo import Group, Rollouts, WalkTrainer, summarise, train_grpo
 from cuewalk.rl.oracle import oracle_action, oracle_picks
 from cuewalk.rl.rollout import Row
 from cuewalk.rl.train import new_adapter
-from cuewalk.rl.warm_start import _targets, collate, set_logps, teach_rows, warm_start
+from cuewalk.rl.warm_start import _filled, _targets, collate, set_logps, teach_rows, warm_start
 
 RULES = EnvConfig(k=1, budget=3, frontier_cap=4, new_lines=1)
 
@@ -262,14 +262,20 @@ def test_the_oracle_takes_the_fewest_candidates_that_hold_missing_gold(graph, qu
 def test_any_order_of_the_gold_letters_is_a_target(chat):
     said = chat.action("EXPAND H T")
     letters = [chat.letters["H"], chat.letters["T"]]
-    assert _targets(said, Expand(("H", "T")), chat) == [
-        *[[i] for i in said[:-3]],
-        letters,
-        letters[1:],
-        [chat.end],
-    ]
+    before, end = [[i] for i in said[:-3]], [[chat.end]]
+    assert _targets(said, Expand(("H", "T")), 2, chat) == [*before, letters, letters[1:], *end]
+    assert _targets(said, Expand(("H", "T")), 1, chat) == [*before, letters[:1], letters[1:], *end]  # T fills up
     stop = chat.action("STOP")
-    assert _targets(stop, Stop(), chat) == [[i] for i in stop]
+    assert _targets(stop, Stop(), 0, chat) == [[i] for i in stop]
+
+
+def test_an_expansion_is_filled_up_with_the_first_of_the_list(graph, question):
+    env = RetrievalEnv(graph, question, RULES)
+    env.reset(seed=0)
+    assert _filled(Expand(("B",)), env, 1) == (Expand(("B",)), 1)
+    assert _filled(Expand(("B",)), env, 3) == (Expand(("B", "A", "C")), 1)
+    assert _filled(Expand(("B",)), env, 4) == (Expand(("B", "A", "C")), 1)  # the budget is 3
+    assert _filled(Stop(), env, 3) == (Stop(), 0)
 
 
 def test_teaching_rows_hold_the_oracles_walks(config, tasks, graph, chat):
