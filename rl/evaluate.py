@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,10 @@ class Bench:
     judge: TrajectoryJudge
     chat: Chat
 
-    def count_tokens(self, text: str) -> int:
-        """Return a text's tokens by the model's tokenizer."""
-        return len(self.chat.untrusted(text))
+    @cached_property
+    def count_tokens(self) -> Callable[[str], int]:
+        """Return the function that counts a text's tokens by the model's tokenizer; every policy shows the same texts."""
+        return lru_cache(maxsize=None)(lambda text: len(self.chat.untrusted(text)))
 
     def entries(self, question: Question, entries: Sequence[str]) -> Measures:
         """Measure a working set."""
