@@ -45,7 +45,7 @@ class Bench:
 
     @cached_property
     def count_tokens(self) -> Callable[[str], int]:
-        """Return the function that counts a text's tokens by the model's tokenizer; every policy shows the same texts."""
+        """Return the function that counts a text's tokens by the model's tokenizer."""
         return lru_cache(maxsize=None)(lambda text: len(self.chat.untrusted(text)))
 
     def entries(self, question: Question, entries: Sequence[str]) -> Measures:

@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from cuewalk.rl.config import Config, ConfigError, config_tree
 
@@ -85,12 +86,15 @@ class MetricsLog(TrainerCallback):  # type: ignore[misc]
 
 def trainer_defaults(run: Path, stage: str, config: Config) -> dict[str, Any]:
     """Return the trainer settings that are ours to decide; the configuration's own override the rest."""
+    # transformers renames it: `activation_checkpointing` from 5.24 on.
+    names = {f.name for f in fields(TrainingArguments)}
+    checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
     return {
         "output_dir": str(run / stage),
         "seed": config.seed,
         "use_cpu": not torch.cuda.is_available(),
         "bf16": False,  # the base is loaded in `dtype`; adapters stay float32
-        "gradient_checkpointing": False,  # it would recompute what the shared prefix keeps
+        checkpointing: False,  # it would recompute what the shared prefix keeps
         "report_to": "none",
         "logging_steps": 1,
         "max_grad_norm": 0.5,
