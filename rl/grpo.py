@@ -74,7 +74,8 @@ class Rollouts:
     """What a training step needs: questions, graphs, gold, judge and sampler; called by TRL as `rollout_func`.
 
     A group whose rewards are all equal is replaced by another question's up to `sampling.replacements` times.
-    What is dead then keeps its rows (TRL wants them) with nothing in the mask, and is counted by cause.
+    What is dead then keeps its rows (TRL wants them) with nothing in the mask. The causes logged are those of the
+    groups that were dead at first.
     """
 
     config: Config

@@ -63,7 +63,7 @@ def markdown(result: dict[str, Any]) -> str:
     if training:
         parts.append(
             f"GRPO: {training['grpo_steps']} steps, {training['groups']} groups, {training['groups_live']} of them "
-            f"live ({training['groups_replaced']} dead ones were replaced before)."
+            f"live ({training['groups_replaced']} without any signal were replaced)."
         )
     detectable = [c["detectable"] for c in result["comparisons"] if c["metric"] != "reward" and c["detectable"]]
     if detectable:

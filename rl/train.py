@@ -8,8 +8,10 @@ from typing import Any
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
+from accelerate import PartialState
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import set_seed
+from trl import SFTConfig
 
 from cuewalk.env.tasks import DataError, select
 from cuewalk.judges import TrajectoryJudge
@@ -36,16 +38,25 @@ def train(config: Config) -> Path:
     tasks = select(load_part(config.data, "train"), evidence=True, clean=True)
     if not tasks.questions:
         raise DataError("no training question has gold evidence; the `evidence` judge can't score any")
-    prepare_arguments(config, Path(config.run_dir), len(tasks.questions))  # refused before anything is written
+    # Refused before anything is written:
+    prepare_arguments(config, Path(config.run_dir), len(tasks.questions))
+    check_options(config.sft, SFTConfig, "sft")
+    check_options(config.lora, LoraConfig, "lora")
+    if config.lora.get("lora_dropout"):
+        raise ConfigError("config: lora.lora_dropout must be 0: the sampler and the trainer would see two policies")
     chat = Chat(load_tokenizer(config.model))
-    run = open_run(config)
+    state = PartialState(cpu=not torch.cuda.is_available())
+    with state.main_process_first():
+        run = open_run(config)
     if (run / "trained" / "adapter_config.json").exists() and not _wants_more(config, run):
         return run
     set_seed(config.seed)
-    graphs = load_graphs(config, tasks, SentenceEncoder(config.encoder))
+    with state.main_process_first():  # the others read what it built
+        graphs = load_graphs(config, tasks, SentenceEncoder(config.encoder))
     if config.warm_start.rows and not (run / "warm_start" / "adapter_config.json").exists():
         rows = teach_rows(config, tasks, graphs, chat)
         warm_start(config, run, new_adapter(config), chat, rows)
+        state.wait_for_everyone()
     start = run / "warm_start"
     model = load_adapter(config, start, trainable=True) if start.exists() else new_adapter(config)
     train_grpo(config, run, model, Rollouts(config, tasks, graphs, chat, TrajectoryJudge(config.judge)))
@@ -54,9 +65,6 @@ def train(config: Config) -> Path:
 
 def new_adapter(config: Config) -> Any:
     """Return the base model with a fresh LoRA adapter, dropout 0."""
-    check_options(config.lora, LoraConfig, "lora")
-    if config.lora.get("lora_dropout"):
-        raise ConfigError("config: lora.lora_dropout must be 0: the sampler and the trainer would see two policies")
     base = load_language_model(config.model, config.dtype)
     check_model(base)
     defaults = {"r": 16, "lora_alpha": 32, "target_modules": LINEAR, "task_type": "CAUSAL_LM"}

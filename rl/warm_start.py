@@ -14,7 +14,7 @@ from trl.models.utils import _ForwardRedirection
 
 from cuewalk.env import Expand, RetrievalEnv, Stop, Tasks, format_action
 from cuewalk.memory import MemoryGraph
-from cuewalk.rl.config import Config, ConfigError, check_options
+from cuewalk.rl.config import Config, ConfigError
 from cuewalk.rl.oracle import oracle_action
 from cuewalk.rl.run import MetricsLog, last_checkpoint, trainer_defaults
 from cuewalk.rl.scoring import decoder_and_head, pad_rows
@@ -147,7 +147,6 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 def warm_start(config: Config, run: Path, model: Any, chat: Chat, rows: list[dict[str, Any]]) -> None:
     """Train the model's adapter on oracle walks and save it as `run/warm_start`; goes on from a checkpoint."""
-    check_options(config.sft, SFTConfig, "sft")
     defaults = {
         # Small batches and a high rate: at 3e-4 and 8 rows a step, 240 rows teach the words but not the letters.
         "learning_rate": 1e-3,

@@ -63,7 +63,7 @@ def test_build_says_what_is_in_the_memories_and_does_not_build_twice(tmp_path, t
         ({"data": {"source": "json", "path": "nowhere.json"}}, "no data at nowhere.json"),
         ({"data": {"source": "json"}}, "data.path is not set"),
         ({"data": {"source": "synthetic", "messages": 10}}, "config: data: messages = 10: must be at least"),
-        ({"data": {"source": "locomo", "split": "mine"}}, "config: data: unknown split 'mine'"),
+        ({"data": {"source": "locomo", "split": "mine", "path": "nowhere"}}, "config: data: unknown split 'mine'"),
         ({"warm_start": {"rows": 9999}}, "only"),
         ({"grpo": {"per_device_train_batch_size": 800}}, "training questions, but one step takes 100"),
         ({"lora": {"lora_dropout": 0.1}}, "lora.lora_dropout must be 0"),
@@ -75,6 +75,12 @@ def test_a_mistake_is_one_line_and_exit_status_2(tmp_path, tiny_model, capsys, c
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
     assert not (tmp_path / "run" / "trained").exists()
+
+
+def test_a_refused_setting_leaves_nothing_behind(tmp_path, tiny_model, capsys):
+    assert main(["train", "--config", str(write(tmp_path, tiny_model, sft={"learning_rat": 1.0}))]) == 2
+    assert "did you mean 'learning_rate'?" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists() and not (tmp_path / "memory").exists()
 
 
 def test_locomo_without_its_folder_says_how_to_name_it(tmp_path, tiny_model, capsys, monkeypatch):
