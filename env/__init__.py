@@ -14,24 +14,7 @@ from cuewalk.env.tasks import DataError, load_json, load_locomo
 _gymnasium.register("cuewalk/MemoryRetrieval-v0", entry_point="cuewalk.env.environment:RetrievalEnv")
 
 __all__ = [
-    "LABELS",
-    "Bad",
-    "Change",
-    "DataError",
-    "Ending",
-    "EnvConfig",
-    "Expand",
-    "Gold",
-    "Question",
-    "Refine",
-    "RetrievalEnv",
-    "State",
-    "Step",
-    "Stop",
-    "Tasks",
-    "Trajectory",
-    "format_action",
-    "load_json",
-    "load_locomo",
+    "LABELS", "Bad", "Change", "DataError", "Ending", "EnvConfig", "Expand", "Gold", "Question", "Refine",
+    "RetrievalEnv", "State", "Step", "Stop", "Tasks", "Trajectory", "format_action", "load_json", "load_locomo",
     "parse_action",
-]
+]  # fmt: skip

@@ -10,16 +10,9 @@ LABELS = string.ascii_uppercase + string.ascii_lowercase
 MAX_EXPAND = 4
 
 BAD_REASONS = (
-    "unparsable",
-    "several_actions",
-    "trailing_text",
-    "over_the_cap",
-    "repeated_label",
-    "unknown_label",
-    "taken_label",
-    "empty_frontier",
-    "repeated_query",
-)
+    "unparsable", "several_actions", "trailing_text", "over_the_cap", "repeated_label",  # of the text alone
+    "unknown_label", "taken_label", "empty_frontier", "repeated_query",  # in this state
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

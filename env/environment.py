@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from cuewalk.env.actions import LABELS, Action, Bad, Expand, Refine, parse_action
+from cuewalk.env.actions import LABELS, parse_action
 from cuewalk.env.records import Question
 from cuewalk.env.render import first_observation, next_observation
 from cuewalk.env.state import Change, Ending, EnvConfig, State, apply, first_state
@@ -138,7 +138,14 @@ class RetrievalEnv(gymnasium.Env[str, str]):
         self.score = score
         self.observation_space = TextSpace()
         self.action_space = TextSpace()
-        self.state: State | None = None
+        self._state: State | None = None
+
+    @property
+    def state(self) -> State:
+        """Return where the trajectory stands; a RuntimeError before the first reset."""
+        if self._state is None:
+            raise RuntimeError("call reset() before step()")
+        return self._state
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Start over.
@@ -152,10 +159,9 @@ class RetrievalEnv(gymnasium.Env[str, str]):
         shuffle = bool((options or {}).get("shuffle_labels"))
         letters = LABELS[: self.config.most_labels]  # a policy never meets others
         self.labels = "".join(self.np_random.permutation(list(letters))) if shuffle else letters
-        self.state = first_state(self.graph, self.question.text, self.config, self.labels)
-        self.steps: list[Step] = []
-        self.first = self.state.working
-        observation = first_observation(self.graph, self.question.text, self.state, self.config)
+        state = first_state(self.graph, self.question.text, self.config, self.labels)
+        self._state, self.first, self.steps = state, state.working, list[Step]()
+        observation = first_observation(self.graph, self.question.text, state, self.config)
         return observation, self._info(None)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -167,46 +173,24 @@ class RetrievalEnv(gymnasium.Env[str, str]):
         """
         if not isinstance(action, str):
             raise TypeError(f"an action is text such as 'EXPAND A', got {type(action).__name__} {action!r}")
-        if self.state is None:
-            raise RuntimeError("call reset() before step()")
         if self.state.ending is not None:
             raise RuntimeError(f"the trajectory has ended ({self.state.ending}); call reset() before step()")
         parsed = parse_action(action)
-        self.state, change = apply(self.state, parsed, self.graph, self.config, self.labels)
-        self.steps.append(Step(action, _kind(parsed, change), change, self.state.budget))
+        self._state, change = apply(self.state, parsed, self.graph, self.config, self.labels)
+        kind = type(parsed).__name__.lower() if change.bad is None else "bad"
+        self.steps.append(Step(action, kind, change, self.state.budget))
         ended = self.state.ending is not None
         observation = next_observation(self.graph, self.state, change, self.config)
         reward = float(self.score(self.trajectory())) if ended and self.score is not None else 0.0
         return observation, reward, ended, False, self._info(change.bad)
 
     def trajectory(self) -> Trajectory:
-        """Return the finished trajectory.
-
-        Raises:
-            RuntimeError: If it has not ended.
-        """
-        if self.state is None or self.state.ending is None:
+        """Return the finished trajectory; a RuntimeError where it has not ended."""
+        state = self._state
+        if state is None or state.ending is None:
             raise RuntimeError("the trajectory has not ended yet")
-        return Trajectory(
-            self.question,
-            self.first,
-            tuple(self.steps),
-            self.state.working,
-            self.state.ending,
-            self.config.budget,
-        )
+        steps = tuple(self.steps)
+        return Trajectory(self.question, self.first, steps, state.working, state.ending, self.config.budget)
 
     def _info(self, bad: str | None) -> dict[str, Any]:
-        assert self.state is not None
-        return {
-            "budget": self.state.budget,
-            "working": self.state.working,
-            "bad": bad,
-            "ending": self.state.ending,
-        }
-
-
-def _kind(action: Action, change: Change) -> str:
-    if change.bad is not None or isinstance(action, Bad):
-        return "bad"
-    return "expand" if isinstance(action, Expand) else "refine" if isinstance(action, Refine) else "stop"
+        return {"budget": self.state.budget, "working": self.state.working, "bad": bad, "ending": self.state.ending}

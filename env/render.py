@@ -9,10 +9,13 @@ from cuewalk.env.state import Change, EnvConfig, State
 from cuewalk.memory import Link, MemoryGraph
 from cuewalk.memory.records import MONTHS
 
-RENDERER = "1"
+RENDERER = "2"
 """Raised whenever the same state would read differently: a policy is bound to what it was trained on."""
 
-KIND_LETTERS = {"segment": "e", "adjacent": "n", "anchor": "a", "similar": "m", "search": "s"}
+KIND_LETTERS = {
+    "segment": "e", "adjacent": "n", "anchor": "a", "group": "g", "similar": "m", "similar_anchor": "c",
+    "near_group": "r", "search": "s",
+}  # fmt: skip
 
 QUESTION_WORDS = 60
 MAX_WORD = 10
@@ -26,7 +29,6 @@ INSTRUCTION = (
 
 def first_observation(graph: MemoryGraph, question: str, state: State, config: EnvConfig) -> str:
     """Show the whole state: question, costs, budget, W as cut values, F as lines."""
-    costs = f"EXPAND costs {config.expand_cost} a letter, REFINE {config.refine_cost}, STOP 0."
     lines = [
         INSTRUCTION,
         f"Question: {_cut(question, QUESTION_WORDS)}",
@@ -34,7 +36,7 @@ def first_observation(graph: MemoryGraph, question: str, state: State, config: E
         *_read_lines(graph, state.working, config),
         "Candidates:",
         *_candidate_lines(graph, state.frontier, config),
-        f"{costs} Budget {state.budget}.",
+        f"EXPAND costs {config.expand_cost} a letter, REFINE {config.refine_cost}, STOP 0. Budget {state.budget}.",
     ]
     return "\n".join(lines)
 
@@ -69,7 +71,7 @@ def _read_lines(graph: MemoryGraph, entries: Iterable[str], config: EnvConfig) -
     for entry_id in entries:
         entry = graph.entries[entry_id]
         date = f"{entry.time.day} {MONTHS[entry.time.month - 1][:3]} {entry.time:%y}"
-        said = " / ".join(graph.messages[source].text for source in entry.sources)
+        said = " / ".join(statement.text for statement in entry.statements if statement.until is None)
         lines.append(f"- {plain(entry.speaker)} {date}: {_cut(said, config.value_words)}")
     return lines
 
@@ -84,8 +86,7 @@ def _candidate_lines(graph: MemoryGraph, candidates: Iterable[tuple[str, Link]],
     for label, link in candidates:
         entry = graph.entries[link.entry]
         digit = min(9, max(0, int(10 * link.score)))
-        text = plain(entry.abstraction)
-        speaker = plain(entry.speaker)
+        text, speaker = plain(entry.abstraction), plain(entry.speaker)
         named = text if text.startswith(speaker) else f"{speaker}: {text}"
         lines.append(f"{_cut(named, config.abstraction_words)} {digit}{KIND_LETTERS[link.kind]} {label}")
     return lines

@@ -1,11 +1,12 @@
 """The decision process: state (q, W, F, b), and one pure transition (Memora, Algorithm 1, made explicit)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Literal
 
-from cuewalk.env.actions import LABELS, Action, Expand, Refine, Stop
+from cuewalk.env.actions import LABELS, Action, Bad, Expand, Refine, Stop
 from cuewalk.memory import LINK_KINDS, Link, MemoryGraph
+from cuewalk.memory.hierarchy import select_backbone
 
 
 class Ending(StrEnum):
@@ -22,10 +23,12 @@ class EnvConfig:
 
     Attributes:
         k: Entries of the free first search, W_0.
+        first: How they are found: `search` (the hybrid index) or `groups` (xMemory's stage I, filled up by search).
         budget: B, what a trajectory may spend.
         frontier_cap: Candidates shown at the start, |F_0|.
         new_lines: Candidates added by one later step at most.
-        links: Link kinds that make candidates; `search` alone is the control `next_hits`.
+        links: Link kinds that make candidates; `search` alone is the control `next_hits`. The default is what reached
+            most on validation conversations (docs/results/memory.md).
         expand_cost: Of one entry.
         refine_cost: Of one new query.
         bad_cost: Of a bad action.
@@ -34,10 +37,11 @@ class EnvConfig:
     """
 
     k: int = 5
+    first: Literal["search", "groups"] = "search"
     budget: int = 6
     frontier_cap: int = 24
     new_lines: int = 4
-    links: tuple[str, ...] = LINK_KINDS
+    links: tuple[str, ...] = ("segment", "adjacent", "anchor", "similar", "search")
     expand_cost: int = 1
     refine_cost: int = 1
     bad_cost: int = 1
@@ -45,12 +49,10 @@ class EnvConfig:
     abstraction_words: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("k", "expand_cost", "refine_cost", "bad_cost", "value_words", "abstraction_words"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"env.{name} = {getattr(self, name)}: must be at least 1")
-        for name in ("budget", "frontier_cap", "new_lines"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"env.{name} = {getattr(self, name)}: must be at least 0")
+        positive = ("k", "expand_cost", "refine_cost", "bad_cost", "value_words", "abstraction_words")
+        for name in (*positive, "budget", "frontier_cap", "new_lines"):
+            if getattr(self, name) < (least := int(name in positive)):
+                raise ValueError(f"env.{name} = {getattr(self, name)}: must be at least {least}")
         if unknown := set(self.links) - set(LINK_KINDS):
             raise ValueError(f"env.links: unknown kinds {sorted(unknown)}; choose from {', '.join(LINK_KINDS)}")
         if self.most_labels > len(LABELS):
@@ -111,7 +113,10 @@ class Change:
 
 def first_state(graph: MemoryGraph, question: str, config: EnvConfig, labels: str = LABELS) -> State:
     """Run the free first search: W_0 is its best k, F_0 what they link to and the next hits."""
-    working = tuple(hit.entry for hit in graph.search(question, config.k))
+    found = select_backbone(graph, question, config.k) if config.first == "groups" else []
+    working = tuple(link.entry for link in found)
+    if len(working) < config.k:
+        working += tuple(hit.entry for hit in graph.search(question, config.k - len(working), working))
     found = graph.frontier(question, working, set(working), config.links, config.frontier_cap)
     frontier = tuple(zip(labels, found, strict=False))
     ending = Ending.BUDGET if config.budget == 0 else None
@@ -134,54 +139,39 @@ def apply(
         raise ValueError(f"the trajectory has ended ({state.ending}); call reset before another step")
     if isinstance(action, Stop):
         return replace(state, ending=Ending.STOPPED, bad_streak=0), Change()
-    if isinstance(action, Expand):
-        candidates = dict(state.frontier)
-        if reason := _expand_fault(action, state):
-            return _bad(state, reason, config)
-        cost = config.expand_cost * len(action.labels)
-        if cost > state.budget:
-            return replace(state, ending=Ending.BUDGET, bad_streak=0), Change()
-        added = tuple(candidates[label].entry for label in action.labels)
-        kept = tuple((label, link) for label, link in state.frontier if label not in action.labels)
-        state = replace(state, working=state.working + added, frontier=kept, taken=state.taken | set(action.labels))
-        found = graph.frontier(state.query, added, _known(state), config.links, config.new_lines)
-        return _advance(state, found, Change(added=added, cost=cost), labels)
+    if isinstance(action, Bad):
+        return _bad(state, action.reason, config)
+    if reason := _fault(action, state):
+        return _bad(state, reason, config)
+    cost = config.refine_cost if isinstance(action, Refine) else config.expand_cost * len(action.labels)
+    if cost > state.budget:
+        return replace(state, ending=Ending.BUDGET, bad_streak=0), Change()
+    added: tuple[str, ...] = ()
     if isinstance(action, Refine):
-        if _same(action.query) in map(_same, state.queries):
-            return _bad(state, "repeated_query", config)
-        if config.refine_cost > state.budget:
-            return replace(state, ending=Ending.BUDGET, bad_streak=0), Change()
         state = replace(state, query=action.query, queries=(*state.queries, action.query))
         found = graph.search(action.query, config.new_lines, _known(state)) if config.new_lines else []
-        return _advance(state, found, Change(cost=config.refine_cost), labels)
-    return _bad(state, action.reason, config)
+    else:
+        candidates, taken = dict(state.frontier), state.taken | set(action.labels)
+        added = tuple(candidates[label].entry for label in action.labels)
+        kept = tuple((label, link) for label, link in state.frontier if label not in taken)
+        state = replace(state, working=state.working + added, frontier=kept, taken=taken)
+        found = graph.frontier(state.query, added, _known(state), config.links, config.new_lines)
+    lines = tuple(zip(labels[state.shown :], found, strict=False))
+    frontier, shown, budget = state.frontier + lines, state.shown + len(lines), state.budget - cost
+    ending = Ending.BUDGET if budget == 0 else None
+    state = replace(state, frontier=frontier, shown=shown, budget=budget, bad_streak=0, ending=ending)
+    return state, Change(added, lines, cost)
 
 
-def _expand_fault(action: Expand, state: State) -> str | None:
-    """Return why an expansion is not legal in this state."""
+def _fault(action: Expand | Refine, state: State) -> str | None:
+    """Return why a well-formed action is not legal in this state."""
+    if isinstance(action, Refine):
+        return "repeated_query" if _same(action.query) in map(_same, state.queries) else None
     if not state.frontier:
         return "empty_frontier"
-    candidates = dict(state.frontier)
-    if any(label in state.taken for label in action.labels):
+    if state.taken.intersection(action.labels):
         return "taken_label"
-    if any(label not in candidates for label in action.labels):
-        return "unknown_label"
-    return None
-
-
-def _advance(state: State, found: Sequence[Link], change: Change, labels: str) -> tuple[State, Change]:
-    lines = tuple(zip(labels[state.shown :], found, strict=False))
-    budget = state.budget - change.cost
-    ending = Ending.BUDGET if budget == 0 else None
-    following = replace(
-        state,
-        frontier=state.frontier + lines,
-        shown=state.shown + len(lines),
-        budget=budget,
-        bad_streak=0,
-        ending=ending,
-    )
-    return following, replace(change, candidates=lines)
+    return None if dict(state.frontier).keys() >= set(action.labels) else "unknown_label"
 
 
 def _bad(state: State, reason: str, config: EnvConfig) -> tuple[State, Change]:

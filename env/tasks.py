@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from functools import cache
-from importlib.resources import files
+from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ class DataError(ValueError):
 @cache
 def splits() -> Mapping[str, Mapping[str, tuple[str, ...]]]:
     """Return the frozen splits: name -> part -> conversation ids (and `test_200`: question ids)."""
-    text = files("cuewalk.env").joinpath("splits.json").read_text(encoding="utf-8")
-    return {name: {part: tuple(ids) for part, ids in parts.items()} for name, parts in json.loads(text).items()}
+    stored = json.loads(files("cuewalk.env").joinpath("splits.json").read_bytes())
+    return {name: {part: tuple(ids) for part, ids in parts.items()} for name, parts in stored.items()}
 
 
 def load_locomo(path: str | Path, split: str, part: str, *, sha256: str | None = LOCOMO_SHA256) -> Tasks:
@@ -51,16 +51,25 @@ def load_locomo(path: str | Path, split: str, part: str, *, sha256: str | None =
         raise ValueError(f"unknown part {part!r}; choose from {', '.join(PARTS)}")
     path = Path(path)
     path = path / "locomo10.json" if path.is_dir() else path
-    content = _read(path, "Get locomo10.json from the LoCoMo repository (see README, Data)")
-    if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) != sha256:
-        raise DataError(
-            f"{path} has SHA-256 {found[:12]}…, expected {sha256[:12]}…: truncated, edited or another version. "
-            f"Download it again; scores on another file are not comparable"
-        )
-    samples = {sample["sample_id"]: sample for sample in _parse(content, path)}
+    content = _read(path, "Get locomo10.json from the LoCoMo repository (see README, Data)", sha256)
+    samples = {sample["sample_id"]: sample for sample in content}
     if missing := [id_ for id_ in splits()[split][part] if id_ not in samples]:
         raise DataError(f"{path} lacks the conversations {missing} of {split}/{part}")
     return join_tasks(_locomo_sample(samples[id_]) for id_ in splits()[split][part])
+
+
+def load_synthetic(part: str, conversations: int) -> Tasks:
+    """Load the first so many conversations of a part of the embedded data; a ValueError if there are not so many.
+
+    It was made by scripts/make_synthetic.py.
+    """
+    with as_file(files("cuewalk.env").joinpath("synthetic.json")) as path:
+        tasks = load_json(path, part)
+    kept = dict(list(tasks.conversations.items())[:conversations])
+    if not 1 <= conversations <= len(tasks.conversations):
+        raise ValueError(f"{conversations} conversations for {part}: the synthetic data has {len(tasks.conversations)}")
+    questions = tuple(question for question in tasks.questions if question.conversation_id in kept)
+    return Tasks(kept, questions, {question.id: tasks.gold[question.id] for question in questions})
 
 
 def load_json(path: str | Path, part: str) -> Tasks:
@@ -70,7 +79,7 @@ def load_json(path: str | Path, part: str) -> Tasks:
         DataError: If the file is missing or does not have the format; the message names the place.
     """
     path = Path(path)
-    content = _parse(_read(path, "The format is in the README, section `Your own conversations`"), path)
+    content = _read(path, "The format is in the README, section `Your own conversations`")
     if not isinstance(content, dict) or not isinstance(content.get("conversations"), list):
         raise DataError(f"{path}: the top level must be an object with a list `conversations`")
     tasks = []
@@ -87,11 +96,7 @@ def load_json(path: str | Path, part: str) -> Tasks:
 
 
 def join_tasks(parts: Iterable[Tasks]) -> Tasks:
-    """Unite tasks of different conversations.
-
-    Raises:
-        DataError: If a conversation or question id occurs twice.
-    """
+    """Unite tasks of different conversations; a DataError where a conversation or question id occurs twice."""
     conversations: dict[str, Conversation] = {}
     gold: dict[str, Gold] = {}
     questions: list[Question] = []
@@ -161,20 +166,14 @@ def parse_locomo_time(text: str) -> datetime:
     if not match:
         raise DataError(f"not a LoCoMo session date: {text!r}; expected the form '1:56 pm on 8 May, 2023'")
     hour, minute, half, day, month, year = match.groups()
-    return datetime(
-        int(year),
-        MONTHS.index(month) + 1,
-        int(day),
-        int(hour) % 12 + (12 if half == "pm" else 0),
-        int(minute),
-    )
+    hours = int(hour) % 12 + (12 if half == "pm" else 0)
+    return datetime(int(year), MONTHS.index(month) + 1, int(day), hours, int(minute))
 
 
 @cache
 def _errata() -> Mapping[str, frozenset[int]]:
     """Positions whose gold is marked wrong: answers, and citations too, for evidence is what is trained on."""
-    text = files("cuewalk.env").joinpath("errata.json").read_text(encoding="utf-8")
-    marked = json.loads(text)["questions"]
+    marked = json.loads(files("cuewalk.env").joinpath("errata.json").read_bytes())["questions"]
     return {id_: frozenset(kinds["answer"] + kinds["citation"]) for id_, kinds in marked.items()}
 
 
@@ -196,13 +195,15 @@ def _own_sample(sample: Mapping[str, Any]) -> Tasks:
     return Tasks({conversation.id: conversation}, tuple(questions), gold)
 
 
-def _read(path: Path, remedy: str) -> bytes:
+def _read(path: Path, remedy: str, sha256: str | None = None) -> Any:
     if not path.is_file():
         raise DataError(f"no data at {path}. {remedy}")
-    return path.read_bytes()
-
-
-def _parse(content: bytes, path: Path) -> Any:
+    content = path.read_bytes()
+    if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) != sha256:
+        raise DataError(
+            f"{path} has SHA-256 {found[:12]}…, expected {sha256[:12]}…: truncated, edited or another version. "
+            f"Download it again; scores on another file are not comparable"
+        )
     try:
         return json.loads(content)
     except ValueError as error:

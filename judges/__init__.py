@@ -7,13 +7,6 @@ from cuewalk.judges.evidence import JudgeError, answer_words, covered, evidence_
 from cuewalk.judges.trajectory import PRESETS, JudgeConfig, TrajectoryJudge, Verdict, redundancy
 
 __all__ = [
-    "PRESETS",
-    "JudgeConfig",
-    "JudgeError",
-    "TrajectoryJudge",
-    "Verdict",
-    "answer_words",
-    "covered",
-    "evidence_recall",
+    "PRESETS", "JudgeConfig", "JudgeError", "TrajectoryJudge", "Verdict", "answer_words", "covered", "evidence_recall",
     "redundancy",
-]
+]  # fmt: skip

@@ -14,13 +14,8 @@ class JudgeError(RuntimeError):
 
 
 def covered(graph: MemoryGraph, entries: Iterable[str]) -> set[str]:
-    """Return the ids of the messages that these entries hold and show: sources whose text is in the value."""
-    found = set()
-    for entry_id in entries:
-        entry = graph.entries[entry_id]
-        shown = " ".join(entry.value.split())
-        found |= {s for s in entry.sources if " ".join(graph.messages[s].text.split()) in shown}
-    return found
+    """Return the ids of the messages that these entries tell of: cited by a statement, and so shown in the value."""
+    return {source for entry in entries for source in graph.entries[entry].sources}
 
 
 def evidence_recall(graph: MemoryGraph, entries: Iterable[str], gold: Gold) -> float:
@@ -36,12 +31,13 @@ def evidence_recall(graph: MemoryGraph, entries: Iterable[str], gold: Gold) -> f
 
 def answer_words(graph: MemoryGraph, entries: Sequence[str], gold: Gold) -> float | None:
     """Return the share of the gold answer's content words in the text shown; None if it has no content word."""
-    wanted = _words(gold.answer) - set(ENGLISH_STOP_WORDS)
+    wanted = words(gold.answer) - set(ENGLISH_STOP_WORDS)
     if not wanted:
         return None
-    shown = _words("\n".join(graph.entries[entry].value for entry in entries))
+    shown = words("\n".join(graph.entries[entry].value for entry in entries))
     return len(wanted & shown) / len(wanted)
 
 
-def _words(text: str) -> set[str]:
+def words(text: str) -> set[str]:
+    """Return a text's words in lower case."""
     return set(re.findall(r"\w+", text.lower()))

@@ -70,58 +70,40 @@ class TrajectoryJudge:
         self.config = config or JudgeConfig()
 
     def score(self, trajectory: Trajectory, graph: MemoryGraph, gold: Gold) -> Verdict:
-        """Return the verdict on one trajectory.
-
-        Raises:
-            JudgeError: If the question has no gold evidence.
-        """
+        """Return the verdict on one trajectory; a JudgeError if the question has no gold evidence."""
+        config = self.config
         recall = evidence_recall(graph, trajectory.working, gold)
-        if self.config.preset == "paper":
-            return self._paper(trajectory, graph, recall)
-        gain = recall - evidence_recall(graph, trajectory.first, gold)
-        added = len(trajectory.added)
-        components = {
-            "gain": gain,
-            "price": -self.config.price * added,
-            "redundancy": -self.config.redundancy_weight * redundancy(graph, trajectory.added, self.config.similarity),
-            "bad_actions": -self.config.bad_penalty * len(trajectory.bad),
-            "budget_ending": -self.config.budget_penalty if trajectory.ending is Ending.BUDGET else 0.0,
-        }
-        reason = f"recall {recall:.2f}, gain {gain:.2f} for {added} entries, {trajectory.ending}"
-        return Verdict(sum(components.values()), components, reason)
-
-    def _paper(self, trajectory: Trajectory, graph: MemoryGraph, recall: float) -> Verdict:
-        ground, redundant, cost = self.config.weights
-        repeated = redundancy(graph, trajectory.working, self.config.similarity, diagonal=True)
-        components = {
-            "correctness": ground * recall,
-            "redundancy": -redundant * repeated,
-            "cost": -cost * trajectory.cost,
-        }
-        reason = f"recall {recall:.2f}, redundancy {repeated:.2f}, cost {trajectory.cost}"
+        if config.preset == "paper":
+            ground, redundant, cost = config.weights
+            repeated = redundancy(graph, trajectory.working, config.similarity, diagonal=True)
+            paid = -cost * trajectory.cost
+            components = {"correctness": ground * recall, "redundancy": -redundant * repeated, "cost": paid}
+            reason = f"recall {recall:.2f}, redundancy {repeated:.2f}, cost {trajectory.cost}"
+        else:
+            gain = recall - evidence_recall(graph, trajectory.first, gold)
+            added = len(trajectory.added)
+            components = {
+                "gain": gain,
+                "price": -config.price * added,
+                "redundancy": -config.redundancy_weight * redundancy(graph, trajectory.added, config.similarity),
+                "bad_actions": -config.bad_penalty * len(trajectory.bad),
+                "budget_ending": -config.budget_penalty if trajectory.ending is Ending.BUDGET else 0.0,
+            }
+            reason = f"recall {recall:.2f}, gain {gain:.2f} for {added} entries, {trajectory.ending}"
         return Verdict(sum(components.values()), components, reason)
 
 
 def redundancy(graph: MemoryGraph, entries: Sequence[str], similarity: float, *, diagonal: bool = False) -> float:
     """Return the share of pairs that say the same (Memora eq. 16): cosine of abstractions above δ.
 
-    Args:
-        graph: Holds the vectors.
-        entries: Entry ids.
-        similarity: δ.
-        diagonal: As printed, (1/|W|²) Σ over all i, j, so that i = j counts and the floor is 1/|W|; else over
-            the |W|(|W|-1) pairs of different entries.
-
-    Returns:
-        In [0, 1]; 0 where there is no pair.
+    In [0, 1]; 0 where there is no pair. With the `diagonal` as printed, (1/|W|²) Σ over all i, j, so that i = j counts
+    and the floor is 1/|W|; else over the |W|(|W|-1) pairs of different entries. `similarity` is δ.
     """
     n = len(entries)
-    if n < (1 if diagonal else 2):
+    pairs = n**2 if diagonal else n * (n - 1)
+    if not pairs:
         return 0.0
     vectors = graph.vectors[[graph.order[entry] for entry in entries]]
     alike = vectors @ vectors.T > similarity
-    if diagonal:
-        np.fill_diagonal(alike, True)  # a vector's cosine with itself is 1, whatever rounding says
-        return float(alike.sum()) / n**2
-    np.fill_diagonal(alike, False)
-    return float(alike.sum()) / (n * (n - 1))
+    np.fill_diagonal(alike, diagonal)  # a vector's cosine with itself is 1, whatever rounding says
+    return float(alike.sum()) / pairs

@@ -1,22 +1,28 @@
 """The memory of one conversation: entries, what links them, search and frontier."""
 
+import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from cuewalk.memory.config import BuildConfig
 from cuewalk.memory.encoder import Encoder, FloatArray
+from cuewalk.memory.groups import neighbours
 from cuewalk.memory.index import HybridIndex, fuse_ranks
 from cuewalk.memory.records import Conversation, Entry, Message, Segment
 
-LINK_KINDS = ("segment", "adjacent", "anchor", "similar", "search")
+LINK_KINDS = ("segment", "adjacent", "anchor", "group", "similar", "similar_anchor", "near_group", "search")
 """In order of precedence: a candidate linked in several ways is shown under the first.
 
 `segment`: shares a segment; `adjacent`: lies in the previous or next segment; `anchor`: shares a cue anchor;
-`similar`: among the nearest entries by abstraction; `search`: the next hits of the query, no link at all.
+`group`: lies in the same group; `similar`: among the nearest entries by abstraction; `similar_anchor`: has an anchor
+much like one of its own; `near_group`: lies in a neighbouring group; `search`: the next hits of the query, no link.
 """
 
 
@@ -29,22 +35,62 @@ class Link:
     score: float
 
 
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Cues that an entry must meet, all that are given: a filter of search and frontier that needs no schema.
+
+    Attributes:
+        speaker: Said by this person (case does not count).
+        since: Said at this time or later,
+        until: or at this time or earlier.
+        source: Holds this message, or lies in this segment.
+        entity: One of its anchors, or its abstraction, has this word or phrase.
+    """
+
+    speaker: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+    source: str | None = None
+    entity: str | None = None
+
+    def admits(self, entry: Entry) -> bool:
+        """Tell whether an entry meets every cue."""
+        said = [
+            s
+            for s in entry.statements
+            if (self.speaker is None or s.speaker.casefold() == self.speaker.casefold())
+            and (self.since is None or s.time >= self.since)
+            and (self.until is None or s.time <= self.until)
+        ]
+        if not said or (self.source is not None and self.source not in (*entry.sources, *entry.segments)):
+            return False
+        return self.entity is None or any(
+            _words(self.entity) in _words(text) for text in (*entry.anchors, entry.abstraction)
+        )
+
+
+def _words(text: str) -> str:
+    """Return a text's words between blanks, so that a phrase in another is one of whole words."""
+    return " ".join(["", *re.findall(r"\w+", text.casefold()), ""])
+
+
 class MemoryGraph:
     """Entries of one conversation with implicit links (none is stored: they follow from the records).
 
     Args:
         conversation: What the memory was built from.
         segments: In order.
-        entries: In order of first source.
+        entries: In order of creation.
         vectors: Unit vectors of the abstractions, (len(entries), d).
-        anchor_vectors: Unit vectors of `anchors`, (len(anchors), d).
         encoder: Encodes queries; must be the one that made the vectors.
-        weights: Of abstractions, anchors and BM25 in search.
-        nearest: How many `similar` links an entry has.
+        config: What it was built with: search weights and what links entries.
+        groups: Group id -> entries; empty where it has none, else every entry is in one.
         digest: Of what it was built from (data, configuration, encoder).
+        folder: Where it was read from, if it was; an index that is not flat is kept there.
 
     Raises:
-        ValueError: If vectors and records don't match, or a message is not covered by any entry.
+        ValueError: If vectors and records don't match, a message is not covered by any entry, or groups are no
+            partition of the entries.
     """
 
     def __init__(
@@ -53,37 +99,36 @@ class MemoryGraph:
         segments: Sequence[Segment],
         entries: Sequence[Entry],
         vectors: FloatArray,
-        anchor_vectors: FloatArray,
         encoder: Encoder,
-        *,
-        weights: tuple[float, float, float],
-        nearest: int,
+        config: BuildConfig,
+        groups: Mapping[str, Sequence[str]],
         digest: str,
+        folder: Path | None = None,
     ) -> None:
         self.conversation = conversation
         self.segments = tuple(segments)
         self.entries = {entry.id: entry for entry in entries}
         self.order = {entry: position for position, entry in enumerate(self.entries)}
         self.vectors = vectors
-        self.anchor_vectors = anchor_vectors
         self.anchors = tuple(dict.fromkeys(anchor for entry in entries for anchor in entry.anchors))
         self.encoder = encoder
-        self.weights = weights
-        self.nearest = nearest
+        self.config = config
+        self.groups = {group: tuple(members) for group, members in groups.items()}
         self.digest = digest
-        if len(vectors) != len(self.entries) or len(anchor_vectors) != len(self.anchors):
-            raise ValueError(
-                f"memory of {conversation.id!r}: {len(self.entries)} entries and {len(self.anchors)} anchors, "
-                f"but {len(vectors)} and {len(anchor_vectors)} vectors"
-            )
+        self.folder = folder
+        if len(vectors) != len(self.entries):
+            raise ValueError(f"memory of {conversation.id!r}: {len(self.entries)} entries, but {len(vectors)} vectors")
         covered = {source for entry in entries for source in entry.sources}
         if missing := [message.id for message in conversation.messages if message.id not in covered]:
             raise ValueError(f"memory of {conversation.id!r}: no entry covers messages {missing[:5]}")
+        members = [entry for group in self.groups.values() for entry in group]
+        if members and (len(members) != len(self.entries) or set(members) != set(self.entries)):
+            raise ValueError(f"memory of {conversation.id!r}: its groups are no partition of its entries")
         self._ids = tuple(self.entries)
-        self._links: dict[str, dict[str, str]] = {}
+        self._links: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
 
-    def search(self, query: str, k: int, exclude: Collection[str] = ()) -> list[Link]:
-        """Return the best k entries for a query that are not in `exclude`, by fused rank.
+    def search(self, query: str, k: int, exclude: Collection[str] = (), where: Filter | None = None) -> list[Link]:
+        """Return the best k entries for a query that are not in `exclude` and meet `where`, by fused rank.
 
         Raises:
             ValueError: If k < 1.
@@ -91,17 +136,25 @@ class MemoryGraph:
         if k < 1:
             raise ValueError(f"k = {k}: a search returns at least one entry")
         vector = self.encoder.encode([query])[0]
-        hits = (self._ids[position] for position, _ in self._index.search(query, vector))
+        allowed = None if where is None else [i for i, e in enumerate(self.entries.values()) if where.admits(e)]
+        hits = (self._ids[position] for position, _ in self._index.search(query, vector, allowed))
         chosen = [entry for entry in hits if entry not in exclude][:k]
         return [Link(entry, "search", self.score(vector, entry)) for entry in chosen]
 
     def frontier(
-        self, query: str, working: Sequence[str], exclude: Collection[str], kinds: Sequence[str], cap: int
+        self,
+        query: str,
+        working: Sequence[str],
+        exclude: Collection[str],
+        kinds: Sequence[str],
+        cap: int,
+        where: Filter | None = None,
     ) -> list[Link]:
         """Return up to `cap` candidates: what `working` links to and the query's next hits, in one fused order.
 
-        Two rankings are fused by reciprocal rank: the linked entries by cosine with the query, and the next
-        search hits; a candidate in both comes first.
+        Each kind is a ranking of its own, of the entries so linked by cosine with the query, and of the next search
+        hits; they are fused by reciprocal rank: what is linked in several ways comes first. (One ranking of all linked
+        entries reaches less: docs/results/memory.md.)
 
         Args:
             query: The current query.
@@ -109,6 +162,7 @@ class MemoryGraph:
             exclude: Entries never returned (all of W, and what was shown before).
             kinds: Which of `LINK_KINDS` to use.
             cap: At most so many.
+            where: What every candidate must meet.
 
         Raises:
             ValueError: If a kind is unknown.
@@ -118,42 +172,49 @@ class MemoryGraph:
         if not cap:
             return []
         vector = self.encoder.encode([query])[0]
-        reached: dict[str, str] = {}
-        for entry in working:
-            for target, kind in self.links(entry).items():
-                if target not in exclude and kind in kinds:
-                    known = reached.get(target, kind)
-                    reached[target] = min(known, kind, key=LINK_KINDS.index)
-        linked = sorted(reached, key=lambda entry: -self.score(vector, entry))
-        found = [hit.entry for hit in self.search(query, cap, exclude)] if "search" in kinds else []
-        fused = fuse_ranks([[self.order[e] for e in linked], [self.order[e] for e in found]], (1.0, 1.0))
-        best = [self._ids[position] for position, _ in fused[:cap]]
-        return [Link(entry, reached.get(entry, "search"), self.score(vector, entry)) for entry in best]
+        shown: dict[str, str] = {}
+        rankings: list[list[int]] = []
+        for kind in (kind for kind in LINK_KINDS if kind in kinds):
+            if kind == "search":
+                found = [hit.entry for hit in self.search(query, cap, exclude, where)]
+            else:
+                targets = dict.fromkeys(t for entry in working for t in self.links(entry, (kind,)) if t not in exclude)
+                allowed = [t for t in targets if where is None or where.admits(self.entries[t])]
+                found = sorted(allowed, key=lambda entry: -self.score(vector, entry))
+            shown = dict.fromkeys(found, kind) | shown
+            rankings.append([self.order[entry] for entry in found])
+        best = [self._ids[place] for place, _ in fuse_ranks(rankings, [1.0] * len(rankings))[:cap]]
+        return [Link(entry, shown[entry], self.score(vector, entry)) for entry in best]
 
-    def links(self, entry_id: str) -> dict[str, str]:
-        """Return every entry linked to this one, with the kind of the link (the first of `LINK_KINDS`)."""
-        if entry_id in self._links:
-            return self._links[entry_id]
-        entry = self.entries[entry_id]
-        reached: dict[str, str] = {}
+    def links(self, entry_id: str, kinds: Sequence[str] = LINK_KINDS) -> dict[str, str]:
+        """Return every entry linked to this one in one of these ways, with the first of them in `LINK_KINDS`."""
+        key = (entry_id, tuple(kinds))
+        if key in self._links:
+            return self._links[key]
+        entry, reached = self.entries[entry_id], dict[str, str]()
 
-        def add(targets: Sequence[str], kind: str) -> None:
-            for target in targets:
-                if target != entry_id:
-                    reached.setdefault(target, kind)
+        def add(kind: str, targets: Callable[[], Iterable[str]]) -> None:
+            if kind in kinds:
+                for target in targets():
+                    if target != entry_id:
+                        reached.setdefault(target, kind)
 
-        for segment in entry.segments:
-            add(self._by_segment[segment], "segment")
-        positions = {self._position[segment] for segment in entry.segments}
-        for position in sorted({p + step for p in positions for step in (-1, 1)} - positions):
-            if 0 <= position < len(self.segments):
-                add(self._by_segment[self.segments[position].id], "adjacent")
-        for anchor in entry.anchors:
-            add(self._by_anchor[anchor], "anchor")
-        similarity = self.vectors @ self.vectors[self.order[entry_id]]
-        add([self._ids[p] for p in np.argsort(-similarity, kind="stable")[: self.nearest + 1]], "similar")
-        self._links[entry_id] = reached
+        near = {self._position[segment] for segment in entry.segments}
+        beside = sorted({p + step for p in near for step in (-1, 1) if 0 <= p + step < len(self.segments)} - near)
+        group = self.group_of.get(entry_id, "")
+        add("segment", lambda: (e for segment in entry.segments for e in self.by_segment[segment]))
+        add("adjacent", lambda: (e for p in beside for e in self.by_segment[self.segments[p].id]))
+        add("anchor", lambda: (e for anchor in entry.anchors for e in self._by_anchor[anchor]))
+        add("group", lambda: self.groups.get(group, ()))
+        add("similar", lambda: self._nearest(entry_id))
+        add("similar_anchor", lambda: (e for a in entry.anchors for b in self._alike[a] for e in self._by_anchor[b]))
+        add("near_group", lambda: (e for other in self.near_groups.get(group, ()) for e in self.groups[other]))
+        self._links[key] = reached
         return reached
+
+    def _nearest(self, entry_id: str) -> list[str]:
+        similarity = self.vectors @ self.vectors[self.order[entry_id]]
+        return [self._ids[p] for p in np.argsort(-similarity, kind="stable")[: self.config.nearest + 1]]
 
     def score(self, query_vector: FloatArray, entry_id: str) -> float:
         """Return the cosine of a query's unit vector with an entry's abstraction."""
@@ -168,18 +229,47 @@ class MemoryGraph:
         return {message.id: message for message in self.conversation.messages}
 
     @cached_property
-    def _index(self) -> HybridIndex:
-        texts = [f"{entry.abstraction}\n{entry.value}" for entry in self.entries.values()]
-        items = [[self.order[entry] for entry in self._by_anchor[anchor]] for anchor in self.anchors]
-        return HybridIndex(self.vectors, texts, self.anchor_vectors, items, self.weights)
+    def anchor_vectors(self) -> FloatArray:
+        """Return the unit vectors of `anchors`, (len(anchors), d); encoded when they are first needed."""
+        none = np.zeros((0, self.vectors.shape[1]), dtype=np.float32)
+        return self.encoder.encode(self.anchors) if self.anchors else none
 
     @cached_property
-    def _by_segment(self) -> dict[str, list[str]]:
+    def by_segment(self) -> dict[str, list[str]]:
+        """Return the entries of each segment, by its id."""
         members: dict[str, list[str]] = {segment.id: [] for segment in self.segments}
         for entry in self.entries.values():
             for segment in entry.segments:
                 members[segment].append(entry.id)
         return members
+
+    @cached_property
+    def group_of(self) -> dict[str, str]:
+        """Return each entry's group."""
+        return {entry: group for group, members in self.groups.items() for entry in members}
+
+    @cached_property
+    def centroids(self) -> FloatArray:
+        """Return the means of the groups' vectors, in order of `groups`, (K, d)."""
+        rows = [self.vectors[[self.order[e] for e in members]].mean(axis=0) for members in self.groups.values()]
+        return np.stack(rows) if rows else np.zeros((0, self.vectors.shape[1]), dtype=np.float32)
+
+    @cached_property
+    def near_groups(self) -> dict[str, list[str]]:
+        """Return each group's neighbours, nearest first: kNN in both directions."""
+        if not self.groups or self.config.groups is None:
+            return {}
+        ids = list(self.groups)
+        near = neighbours(self.centroids, self.config.groups.nearest)
+        return {group: [ids[i] for i in others] for group, others in zip(ids, near, strict=True)}
+
+    @cached_property
+    def _index(self) -> HybridIndex:
+        texts = [f"{entry.abstraction}\n{entry.value}" for entry in self.entries.values()]
+        items = [[self.order[entry] for entry in self._by_anchor[anchor]] for anchor in self.anchors]
+        weights, factory = self.config.search_weights, self.config.index
+        anchors = self.anchor_vectors if weights[1] else np.zeros((0, 1), dtype=np.float32)
+        return HybridIndex(self.vectors, texts, anchors, items, weights, factory=factory, folder=self.folder)
 
     @cached_property
     def _position(self) -> dict[str, int]:
@@ -192,3 +282,13 @@ class MemoryGraph:
             for anchor in entry.anchors:
                 members[anchor].append(entry.id)
         return members
+
+    @cached_property
+    def _alike(self) -> dict[str, list[str]]:
+        """Return for each anchor the others whose cosine with it reaches `anchor_similarity`."""
+        alike = self.anchor_vectors @ self.anchor_vectors.T >= self.config.anchor_similarity
+        np.fill_diagonal(alike, False)
+        return {
+            anchor: [self.anchors[i] for i in np.flatnonzero(row)]
+            for anchor, row in zip(self.anchors, alike, strict=True)
+        }

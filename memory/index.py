@@ -1,20 +1,28 @@
 """Hybrid search over entries: dense on abstractions and anchors, BM25 on abstraction and value, fused by ranks."""
 
+import hashlib
+import os
 from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import bm25s
 import faiss
 import numpy as np
+from nltk.stem import PorterStemmer
 
 from cuewalk.memory.encoder import FloatArray
 
-RRF_K = 60
-"""The constant of reciprocal rank fusion (Cormack et al. 2009; Memora's code uses it too)."""
+RRF_K = 5
+"""The constant of reciprocal rank fusion (Cormack et al. 2009), who take 60 for rankings of thousands; among the few
+hundred entries of a memory that makes the first places nearly equal (chosen on validation conversations)."""
+
+_stem = lru_cache(maxsize=100_000)(PorterStemmer().stem)
 
 
 def fuse_ranks(rankings: Sequence[Sequence[int]], weights: Sequence[float]) -> list[tuple[int, float]]:
-    """Fuse rankings by weighted reciprocal rank: score(x) = sum_r w_r / (60 + rank_r(x)), ranks from 1.
+    """Fuse rankings by weighted reciprocal rank: score(x) = sum_r w_r / (5 + rank_r(x)), ranks from 1.
 
     Returns:
         (item, score), best first; ties keep the order of first appearance.
@@ -27,7 +35,7 @@ def fuse_ranks(rankings: Sequence[Sequence[int]], weights: Sequence[float]) -> l
 
 
 class HybridIndex:
-    """Flat and exact. Items are positions 0..n-1.
+    """Items are positions 0..n-1.
 
     Args:
         vectors: Unit vectors of the abstractions, (n, d).
@@ -36,6 +44,11 @@ class HybridIndex:
         anchor_items: For each anchor the positions that carry it.
         weights: Of the three rankings (abstractions, anchors, BM25) in the fusion; 0 leaves one out.
         depth: How far down each ranking the fusion looks.
+        factory: FAISS's name for the index of the abstractions; `Flat` is exact.
+        folder: Where an index that takes long to build is kept, by the content of its vectors.
+
+    Raises:
+        ValueError: If FAISS knows no such index.
     """
 
     def __init__(
@@ -46,24 +59,39 @@ class HybridIndex:
         anchor_items: Sequence[Sequence[int]],
         weights: tuple[float, float, float],
         depth: int = 200,
+        factory: str = "Flat",
+        folder: Path | None = None,
     ) -> None:
         self._weights = weights
+        self._vectors = vectors
         self._depth = min(depth, len(texts))
         self._anchor_items = anchor_items
-        self._dense = _flat(vectors)
-        self._anchors = _flat(anchor_vectors)
+        self._dense = _kept(vectors, factory, folder) if folder and factory != "Flat" else _index(vectors, factory)
+        self._anchors = _index(anchor_vectors, "Flat")
         self._vocabulary: dict[str, int] | None = None
-        tokens = bm25s.tokenize(list(texts), stopwords="en", show_progress=False, return_ids=False)
+        tokens = _stems(texts)
         if any(tokens):  # bm25s can't index a corpus without a single word
-            self._bm25 = bm25s.BM25()
+            self._bm25 = bm25s.BM25(k1=0.9, b=0.4)  # for short passages, as Anserini sets them
             self._bm25.index(tokens, show_progress=False)
             self._vocabulary = self._bm25.vocab_dict
 
-    def search(self, text: str, vector: FloatArray) -> list[tuple[int, float]]:
-        """Rank items for one query given as text and as unit vector (d,); at most `depth` a ranking are fused."""
-        dense = self._dense.search(vector[None], self._depth)[1][0].tolist()
-        rankings = [dense, self._by_anchor(vector), self._by_words(text)]
-        return fuse_ranks(rankings, self._weights)
+    def search(self, text: str, vector: FloatArray, allowed: Sequence[int] | None = None) -> list[tuple[int, float]]:
+        """Rank items for one query given as text and as unit vector (d,); at most `depth` a ranking are fused.
+
+        Args:
+            text: The query.
+            vector: Its unit vector, (d,).
+            allowed: Only these items are ranked, and each of them exactly; all of them where None.
+        """
+        if allowed is None:
+            near = self._dense.search(vector[None], self._depth)[1][0]
+            rankings = [near[near >= 0].tolist(), self._by_anchor(vector), self._by_words(text)[: self._depth]]
+            return fuse_ranks(rankings, self._weights)
+        kept = np.asarray(allowed, dtype=int)
+        dense = kept[np.argsort(-(self._vectors[kept] @ vector), kind="stable")].tolist()
+        inside = set(dense)
+        others = [[i for i in ranking if i in inside] for ranking in (self._by_anchor(vector), self._by_words(text))]
+        return fuse_ranks([dense, *others], self._weights)
 
     def _by_anchor(self, vector: FloatArray) -> list[int]:
         if not self._weights[1] or not self._anchors.ntotal:
@@ -74,17 +102,45 @@ class HybridIndex:
     def _by_words(self, text: str) -> list[int]:
         if not self._weights[2] or self._vocabulary is None:
             return []
-        words: Any = bm25s.tokenize([text], stopwords="en", show_progress=False, return_ids=False)[0]
-        known = [word for word in words if word in self._vocabulary]
+        known = [word for word in _stems([text])[0] if word in self._vocabulary]
         if not known:
             return []
         scores = self._bm25.get_scores(known)
-        order = np.argsort(-scores, kind="stable")[: self._depth]
-        return [int(item) for item in order if scores[item] > 0]
+        found = np.flatnonzero(scores > 0)
+        return [int(item) for item in found[np.argsort(-scores[found], kind="stable")]]
 
 
-def _flat(vectors: FloatArray) -> Any:
-    index = faiss.IndexFlatIP(vectors.shape[1] if vectors.ndim == 2 and vectors.shape[1] else 1)
+def _stems(texts: Sequence[str]) -> Any:
+    """Return each text's words without stop words, as stems: what was "adopted" is found by "adopting"."""
+    stemmer = lambda words: [_stem(word) for word in words]  # noqa: E731
+    return bm25s.tokenize(list(texts), stopwords="en", show_progress=False, return_ids=False, stemmer=stemmer)
+
+
+def _kept(vectors: FloatArray, factory: str, folder: Path) -> Any:
+    """Read an index from its folder, or build it and write it there; indexes of other vectors are removed."""
+    digest = hashlib.sha256(factory.encode() + vectors.tobytes()).hexdigest()[:16]
+    path = folder / f"abstractions-{digest}.faiss"
+    if path.exists():
+        return faiss.read_index(str(path))
+    index = _index(vectors, factory)
+    partial = path.with_suffix(f".{os.getpid()}")
+    faiss.write_index(index, str(partial))
+    partial.replace(path)  # whole or not at all
+    for stale in folder.glob("abstractions-*.faiss"):
+        if stale != path:
+            stale.unlink(missing_ok=True)
+    return index
+
+
+def _index(vectors: FloatArray, factory: str) -> Any:
+    dimension = vectors.shape[1] if vectors.ndim == 2 and vectors.shape[1] else 1
+    try:
+        index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
+    except RuntimeError as error:
+        raise ValueError(f"memory.index = {factory!r} is no FAISS factory string, such as Flat or HNSW32") from error
     if len(vectors):
-        index.add(np.ascontiguousarray(vectors, dtype=np.float32))
+        rows = np.ascontiguousarray(vectors, dtype=np.float32)
+        if not index.is_trained:
+            index.train(rows)
+        index.add(rows)
     return index

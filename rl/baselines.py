@@ -1,29 +1,17 @@
 """Policies without a language model, walking the same environment."""
 
 import random
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 from sklearn.ensemble import HistGradientBoostingClassifier
 
-from cuewalk.env import (
-    DataError,
-    EnvConfig,
-    Expand,
-    Gold,
-    Question,
-    RetrievalEnv,
-    Stop,
-    Tasks,
-    Trajectory,
-    format_action,
-)
+from cuewalk.env import DataError, EnvConfig, Expand, Gold, RetrievalEnv, Stop, Tasks, Trajectory, format_action
 from cuewalk.env.actions import MAX_EXPAND
 from cuewalk.judges import TrajectoryJudge, covered
+from cuewalk.judges.evidence import words
 from cuewalk.memory import LINK_KINDS, MemoryGraph
-from cuewalk.rl.oracle import oracle_action
 
 Scripted = Callable[[RetrievalEnv, Gold], Expand | Stop]
 """A scripted policy: the environment as it stands -> the next action. Only the oracle looks at the gold."""
@@ -38,20 +26,8 @@ def run_scripted(policy: Scripted, env: RetrievalEnv, gold: Gold, seed: int = 0)
     return env.trajectory()
 
 
-def stop(env: RetrievalEnv, gold: Gold) -> Stop:
-    """Keep the first search."""
-    return Stop()
-
-
-def oracle(env: RetrievalEnv, gold: Gold) -> Expand | Stop:
-    """Take what holds missing gold."""
-    assert env.state is not None
-    return oracle_action(env.state, env.graph, gold, env.config)
-
-
 def random_walk(env: RetrievalEnv, gold: Gold) -> Expand | Stop:
     """Stop with probability one third, else expand one candidate at random; the seed is the question's id."""
-    assert env.state is not None
     draw = random.Random(f"{env.question.id}/{len(env.steps)}")
     if not env.state.frontier or draw.random() < 1 / 3:
         return Stop()
@@ -59,10 +35,9 @@ def random_walk(env: RetrievalEnv, gold: Gold) -> Expand | Stop:
 
 
 def expand_top(count: int) -> Scripted:
-    """Return the policy that takes the first `count` candidates unread, then stops."""
+    """Return the policy that takes the first `count` candidates unread, then stops; 0 keeps the first search."""
 
     def policy(env: RetrievalEnv, gold: Gold) -> Expand | Stop:
-        assert env.state is not None
         left = count - len(env.state.taken)
         labels = tuple(label for label, _ in env.state.frontier[: min(left, MAX_EXPAND, env.state.budget)])
         return Expand(labels) if labels else Stop()
@@ -82,26 +57,19 @@ class Ranker:
         self.threshold = 0.5
 
     def fit(
-        self,
-        train: Tasks,
-        val: Tasks,
-        graphs: dict[str, MemoryGraph],
-        config: EnvConfig,
-        judge: TrajectoryJudge,
+        self, train: Tasks, val: Tasks, graphs: dict[str, MemoryGraph], config: EnvConfig, judge: TrajectoryJudge
     ) -> None:
         """Train on every first frontier of `train`, then choose the threshold on `val`.
 
-        Raises:
-            DataError: If no training candidate holds evidence, or all do.
+        A DataError where no training candidate holds evidence, or all do.
         """
         rows, labels = [], []
         for question in train.questions:
             env = RetrievalEnv(graphs[question.conversation_id], question, config)
             env.reset()
-            gold = train.gold[question.id]
-            assert env.state is not None
+            evidence = train.gold[question.id].evidence
             rows.append(features(env))
-            labels += [bool(covered(env.graph, [link.entry]) & set(gold.evidence)) for _, link in env.state.frontier]
+            labels += [not covered(env.graph, [link.entry]).isdisjoint(evidence) for _, link in env.state.frontier]
         if len(set(labels)) < 2:
             raise DataError(f"the ranker needs candidates with and without evidence; got {len(labels)} of one kind")
         self._model.fit(np.concatenate(rows), np.array(labels))
@@ -119,7 +87,6 @@ class Ranker:
 
     def __call__(self, env: RetrievalEnv, gold: Gold) -> Expand | Stop:
         """Take the likeliest candidates above the threshold, at most four at a time."""
-        assert env.state is not None
         if not env.state.frontier:
             return Stop()
         chances = self._model.predict_proba(features(env))[:, 1]
@@ -129,42 +96,21 @@ class Ranker:
 
 
 def features(env: RetrievalEnv) -> npt.NDArray[np.float64]:
-    """Return one row a candidate of the frontier: scores, places, links and surface, (|F|, 16)."""
-    assert env.state is not None
+    """Return one row a candidate of the frontier: scores, places, links and surface, (|F|, 11 + len(LINK_KINDS))."""
     graph, state = env.graph, env.state
     ranking = {hit.entry: place for place, hit in enumerate(graph.search(state.query, 100))}
-    working = graph.vectors[[graph.order[entry] for entry in state.working]]
-    question = _words(state.query)
+    positions = [graph.order[entry] for entry in state.working]
+    working = graph.vectors[positions]
+    question = words(state.query)
     wants_date = any(word in question for word in ("when", "date", "day", "month", "year"))
     rows = []
     for place, (_, link) in enumerate(state.frontier):
         entry = graph.entries[link.entry]
         near = working @ graph.vectors[graph.order[entry.id]]
-        words = _words(f"{entry.abstraction} {entry.value}")
-        positions = [graph.order[w] for w in state.working]
-        rows.append(
-            [
-                link.score,
-                place,
-                ranking.get(entry.id, 100),
-                float(near.max()),
-                float(near.mean()),
-                len(question & words) / max(1, len(question)),
-                entry.speaker.lower() in question,
-                len(words),
-                wants_date,
-                len(entry.sources),
-                min(abs(graph.order[entry.id] - position) for position in positions),
-                *(link.kind == kind for kind in LINK_KINDS),
-            ]
-        )
+        told = words(f"{entry.abstraction} {entry.value}")
+        shared = len(question & told) / max(1, len(question))
+        apart = min(abs(graph.order[entry.id] - position) for position in positions)
+        ranked = [link.score, place, ranking.get(entry.id, 100), float(near.max()), float(near.mean())]
+        surface = [shared, entry.speaker.lower() in question, len(told), wants_date, len(entry.sources), apart]
+        rows.append([*ranked, *surface, *(link.kind == kind for kind in LINK_KINDS)])
     return np.array(rows, dtype=np.float64)
-
-
-def _words(text: str) -> set[str]:
-    return set(re.findall(r"\w+", text.lower()))
-
-
-def search_only(graph: MemoryGraph, question: Question, k: int) -> Sequence[str]:
-    """Return plain search's best k entries: no environment, no walk."""
-    return [hit.entry for hit in graph.search(question.text, k)]

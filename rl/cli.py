@@ -9,8 +9,8 @@ from cuewalk.env import DataError
 from cuewalk.env.tasks import PARTS
 from cuewalk.memory import SentenceEncoder, StoreError
 from cuewalk.memory.models import ModelError
-from cuewalk.rl.config import Config, ConfigError, load_config
-from cuewalk.rl.export import ExportError
+from cuewalk.rl.config import ConfigError, load_config
+from cuewalk.rl.export import ExportError, export_policy
 from cuewalk.rl.transcript import TranscriptError
 
 DESCRIPTION = """Train a small language model to walk an agent's memory: expand, refine or stop, under a budget.
@@ -41,11 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, text in (
         ("build", _build, "build the memory graphs of all parts and say what is in them"),
         ("train", _train, "build memories, warm up on oracle walks, train with GRPO; resumable"),
-        (
-            "evaluate",
-            _evaluate,
-            "measure all policies on the held-out part; writes evaluation.json, .md and plots",
-        ),
+        ("evaluate", _evaluate, "measure all policies on the held-out part; writes evaluation.json, .md and plots"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--config", required=True, help="a YAML file, such as configs/demo.yaml")
@@ -61,18 +57,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _config(options: argparse.Namespace) -> Config:
-    return load_config(options.config, options.overrides)
-
-
 def _build(options: argparse.Namespace) -> None:
     from cuewalk.rl.data import load_graphs, load_part
 
-    config = _config(options)
+    config = load_config(options.config, options.overrides)
     encoder = SentenceEncoder(config.encoder)
     for part in PARTS:
-        tasks = load_part(config.data, part)
-        for id_, graph in load_graphs(config, tasks, encoder).items():
+        conversations = load_part(config.data, part).conversations
+        for id_, graph in load_graphs(config, conversations, encoder).items():
             messages = len(graph.conversation.messages)
             print(f"{part:5} {id_}: {messages} messages, {len(graph.entries)} entries, {len(graph.anchors)} anchors")
 
@@ -80,25 +72,23 @@ def _build(options: argparse.Namespace) -> None:
 def _train(options: argparse.Namespace) -> None:
     from cuewalk.rl.train import train
 
-    run = train(_config(options))
+    run = train(load_config(options.config, options.overrides))
     print(f"trained policy in {run}/trained; next: cuewalk evaluate --config {options.config}")
 
 
 def _evaluate(options: argparse.Namespace) -> None:
     from cuewalk.rl.evaluate import evaluate
-    from cuewalk.rl.report import table
+    from cuewalk.rl.report import same_questions, table
 
-    result, paths = evaluate(_config(options), Path(options.out) if options.out else None)
-    scope = "asked" if any(row["questions"] == "asked" for row in result["rows"]) else "all"
-    print(table([row for row in result["rows"] if row["questions"] == scope]))
+    config = load_config(options.config, options.overrides)
+    result, paths = evaluate(config, Path(options.out) if options.out else None)
+    print(table(same_questions(result["rows"])))
     if training := result["training"]:
         print(f"\nGRPO: {training['groups_live']} of {training['groups']} groups were live.")
     print("\nWritten:", *paths, sep="\n  ")
 
 
 def _export(options: argparse.Namespace) -> None:
-    from cuewalk.rl.export import export_policy
-
     out = export_policy(options.run_dir, options.out, merged=not options.no_merged)
     print(f"exported to {out}; use it with cuewalk.rl.Retriever.from_pretrained({str(out)!r})")
 

@@ -3,12 +3,13 @@
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
 
 from cuewalk.env import EnvConfig
 from cuewalk.env.actions import MAX_EXPAND
@@ -34,20 +35,16 @@ class DataConfig:
     """Where conversations and questions come from.
 
     Attributes:
-        source: `synthetic` (made on the spot), `locomo` (locomo10.json) or `json` (a file of yours).
+        source: `synthetic` (embedded), `locomo` (locomo10.json) or `json` (a file of yours).
         path: The file or its folder; for `locomo` the environment variable CUEWALK_DATA where this is null.
         split: Which frozen split of LoCoMo.
-        conversations: How many synthetic ones for train, val and test.
-        messages: About so many messages a synthetic conversation.
-        seed: Of the synthetic data.
+        conversations: How many synthetic ones for train, val and test (there are 24, 4 and 8).
     """
 
     source: Literal["synthetic", "locomo", "json"] = "synthetic"
     path: str | None = None
     split: str = "conv-4-1-5"
     conversations: tuple[int, int, int] = (8, 2, 4)
-    messages: int = 135
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,11 +162,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(tree: Mapping[str, Any]) -> Config:
-    """Turn a nested mapping into a checked configuration.
-
-    Raises:
-        ConfigError: If a key is unknown ("did you mean"), or a value is not allowed.
-    """
+    """Turn a nested mapping into a checked configuration; a ConfigError names an unknown key or a value not allowed."""
     _check_keys(tree, Config, "")
     try:
         return TypeAdapter(Config).validate_python(tree)
@@ -180,11 +173,7 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
 
 
 def check_options(options: Mapping[str, Any], owner: type, section: str) -> None:
-    """Check the keys of a pass-through mapping against the class that takes them.
-
-    Raises:
-        ConfigError: If a key is unknown.
-    """
+    """Check the keys of a pass-through mapping against the class that takes them; ConfigError names an unknown one."""
     known = [f.name for f in fields(owner)]
     for key in options:
         if key not in known:
@@ -193,14 +182,8 @@ def check_options(options: Mapping[str, Any], owner: type, section: str) -> None
 
 def config_tree(config: Config) -> dict[str, Any]:
     """Return a configuration as plain data, as `config.json` keeps it."""
-    tree = asdict(config)
-    return {key: _plain(value) for key, value in tree.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, tuple | list) else value
+    tree: dict[str, Any] = to_jsonable_python(config)
+    return tree
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
@@ -220,10 +203,12 @@ def _check_keys(tree: Mapping[str, Any], owner: Any, prefix: str) -> None:
     for key, value in tree.items():
         if key not in known:
             raise ConfigError(_unknown(f"{prefix}{key}", str(key), list(known), "known keys"))
-        if is_dataclass(known[key]):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"config: {prefix}{key} is a section; got {value!r}")
-            _check_keys(value, known[key], f"{prefix}{key}.")
+        sections = [kind for kind in (known[key], *get_args(known[key])) if is_dataclass(kind)]
+        if not sections or (value is None and known[key] not in sections):  # no section, or an optional one left out
+            continue
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config: {prefix}{key} is a section; got {value!r}")
+        _check_keys(value, sections[0], f"{prefix}{key}.")
 
 
 def _unknown(place: str, key: str, known: list[str], what: str) -> str:

@@ -1,14 +1,15 @@
 """A configuration's questions and memory graphs."""
 
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from tqdm import tqdm
 
 from cuewalk.env import Tasks, load_json, load_locomo
-from cuewalk.env.synthetic import generate
-from cuewalk.env.tasks import PARTS, DataError
-from cuewalk.memory import Encoder, MemoryGraph, build_graph, load_graph, save_graph
+from cuewalk.env.tasks import PARTS, DataError, load_synthetic
+from cuewalk.memory import Conversation, Encoder, MemoryGraph, build_graph, load_graph, save_graph
 from cuewalk.memory.build import build_digest
 from cuewalk.rl.config import Config, ConfigError, DataConfig
 
@@ -21,44 +22,35 @@ def load_part(config: DataConfig, part: str) -> Tasks:
         ConfigError: If what is asked for does not exist.
     """
     try:
-        return _load(config, part)
+        if config.source == "synthetic":
+            return load_synthetic(part, config.conversations[PARTS.index(part)])
+        if config.source == "json":
+            if config.path is None:
+                raise DataError("data.path is not set; give the file with your conversations")
+            return load_json(config.path, part)
+        path = config.path or os.environ.get("CUEWALK_DATA")
+        if path is None:
+            raise DataError("no LoCoMo: set data.path or the environment variable CUEWALK_DATA to its folder")
+        return load_locomo(path, config.split, part)
     except DataError:
         raise
     except ValueError as error:
         raise ConfigError(f"config: data: {error}") from error
 
 
-def _load(config: DataConfig, part: str) -> Tasks:
-    if config.source == "synthetic":
-        count = config.conversations[PARTS.index(part)]
-        return generate(part, conversations=count, seed=config.seed, messages=config.messages)
-    if config.source == "json":
-        if config.path is None:
-            raise DataError("data.path is not set; give the file with your conversations")
-        return load_json(config.path, part)
-    path = config.path or os.environ.get("CUEWALK_DATA")
-    if path is None:
-        raise DataError("no LoCoMo: set data.path or the environment variable CUEWALK_DATA to its folder")
-    return load_locomo(path, config.split, part)
-
-
-def load_graphs(config: Config, tasks: Tasks, encoder: Encoder) -> dict[str, MemoryGraph]:
+def load_graphs(config: Config, conversations: Mapping[str, Conversation], encoder: Encoder) -> dict[str, MemoryGraph]:
     """Return the memory graph of each conversation: read from `memory_dir` where it was built before, else built.
 
     A memory's folder name holds the digest of data, configuration and encoder, so a stale one is never read.
     """
     graphs = {}
-    bar = tqdm(tasks.conversations.values(), desc="memories", unit="conversation", disable=None)
-    for conversation in bar:
+    for conversation in tqdm(conversations.values(), desc="memories", unit="conversation", disable=None):
         digest = build_digest(conversation, config.memory, encoder.name)
-        folder = Path(config.memory_dir) / f"{_safe(conversation.id)}-{digest[:12]}"
+        safe = re.sub(r"[^\w.-]", "_", conversation.id)[:80]
+        folder = Path(config.memory_dir) / f"{safe}-{digest[:12]}"
         if (folder / "memory.sqlite").exists():
             graphs[conversation.id] = load_graph(folder, encoder)
         else:
             graphs[conversation.id] = build_graph(conversation, encoder, config.memory)
             save_graph(graphs[conversation.id], folder)
     return graphs
-
-
-def _safe(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)[:80]

@@ -11,8 +11,7 @@ from cuewalk.env.render import RENDERER
 from cuewalk.memory import Entry, MemoryGraph
 from cuewalk.memory.models import load_language_model, load_tokenizer, weights_digest
 from cuewalk.rl.config import Config, config_tree, parse_config
-from cuewalk.rl.rollout import walk
-from cuewalk.rl.sampler import TransformersSampler
+from cuewalk.rl.rollout import walk_greedily
 from cuewalk.rl.transcript import Chat
 
 GRAMMAR = "1"
@@ -48,8 +47,7 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
     model.save_pretrained(out / "adapter")
     tokenizer.save_pretrained(out / "adapter")
     if merged:
-        plain = model.merge_and_unload()
-        plain.save_pretrained(out / "merged")
+        model.merge_and_unload().save_pretrained(out / "merged")
         tokenizer.save_pretrained(out / "merged")
     tree = config_tree(config)
     policy = {
@@ -74,6 +72,7 @@ class Retrieval:
     trajectory: Trajectory
 
 
+@dataclass
 class Retriever:
     """A trained policy in use: one question at a time, greedy.
 
@@ -82,10 +81,9 @@ class Retriever:
         >>> retriever.retrieve(graph, "When did Ann adopt the dog?").entries  # doctest: +SKIP
     """
 
-    def __init__(self, model: Any, chat: Chat, config: Config) -> None:
-        self.model = model
-        self.chat = chat
-        self.config = config
+    model: Any
+    chat: Chat
+    config: Config
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, base: str | None = None) -> "Retriever":
@@ -123,19 +121,8 @@ class Retriever:
         return cls(model, Chat(load_tokenizer(str(path / "adapter"))), config)
 
     def retrieve(self, graph: MemoryGraph, question: str, env: EnvConfig | None = None) -> Retrieval:
-        """Walk a graph for one question.
-
-        Args:
-            graph: The memory to walk.
-            question: The question's text.
-            env: Other rules than the policy was trained under, such as another budget.
-        """
+        """Walk a graph for one question; `env` sets other rules than in training, such as another budget."""
         asked = Question("question", graph.conversation.id, question)
         walker = RetrievalEnv(graph, asked, env or self.config.env)
-        sampling = self.config.sampling
-        sampler = TransformersSampler(self.model, self.chat.end, sampling.max_action_tokens, temperature=0)
-        ((row,),) = walk(
-            [[walker]], sampler, self.chat, seeds=[0], shuffle_labels=False, max_tokens=sampling.max_tokens
-        )
-        entries = tuple(graph.entries[entry] for entry in row.finished.working)
-        return Retrieval(entries, row.finished)
+        (row,) = walk_greedily([walker], self.model, self.chat, self.config.sampling)
+        return Retrieval(tuple(graph.entries[entry] for entry in row.trajectory.working), row.trajectory)

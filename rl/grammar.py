@@ -13,10 +13,7 @@ from cuewalk.rl.transcript import Chat
 def allowed_ids(chat: Chat, state: State, max_action_tokens: int) -> Callable[[list[int]], list[int] | None]:
     """Return what may follow an action's ids in this state: legal letters, affordable lengths, free queries.
 
-    Args:
-        chat: Gives the ids of words and letters.
-        state: Whose frontier and budget bound the action.
-        max_action_tokens: The last id of a full-length query must be the end of turn.
+    The last id of a query of `max_action_tokens` must be the end of turn.
     """
     stop = chat.action("STOP")
     expand, refine = chat.untrusted("EXPAND"), chat.untrusted("REFINE")

@@ -23,19 +23,17 @@ from cuewalk.judges import JudgeError, TrajectoryJudge, Verdict, covered, eviden
 from cuewalk.memory import MemoryGraph
 from cuewalk.rl.config import Config, ConfigError, check_options
 from cuewalk.rl.rollout import Row, walk
-from cuewalk.rl.run import MetricsLog, last_checkpoint, trainer_defaults
+from cuewalk.rl.run import MetricsLog, run_trainer, trainer_defaults
 from cuewalk.rl.sampler import TransformersSampler
 from cuewalk.rl.scoring import score_actions
 from cuewalk.rl.transcript import Chat
 
 DEAD_CAUSES = ("one_trajectory", "all_malformed", "solved_at_start", "nothing_reachable", "equal_rewards")
+CLIPS = "one update a batch makes every ratio 1, so nothing is ever clipped"
+CUTS = "it would cut the distribution that is trained; the rollout samples from all of it"
 INERT = {
-    "epsilon": "one update a batch makes every ratio 1, so nothing is ever clipped",
-    "epsilon_high": "one update a batch makes every ratio 1, so nothing is ever clipped",
-    "delta": "one update a batch makes every ratio 1, so nothing is ever clipped",
-    "top_p": "it would cut the distribution that is trained; the rollout samples from all of it",
-    "top_k": "it would cut the distribution that is trained; the rollout samples from all of it",
-    "min_p": "it would cut the distribution that is trained; the rollout samples from all of it",
+    **dict.fromkeys(("epsilon", "epsilon_high", "delta"), CLIPS),
+    **dict.fromkeys(("top_p", "top_k", "min_p"), CUTS),
     "repetition_penalty": "it would change the distribution that is trained",
     "temperature": "set sampling.temperature",
     "max_completion_length": "set sampling.max_action_tokens and sampling.max_tokens",
@@ -92,8 +90,7 @@ class Rollouts:
         model = trainer.accelerator.unwrap_model(trainer.model)
         was_training = model.training
         model.eval()
-        seed = f"{self.config.seed}/{trainer.state.global_step}/{trainer.accelerator.process_index}"
-        draw = random.Random(seed)
+        draw = random.Random(f"{self.config.seed}/{trainer.state.global_step}/{trainer.accelerator.process_index}")
         generator = torch.Generator(model.device).manual_seed(draw.getrandbits(62))
         sampling = self.config.sampling
         sampler = TransformersSampler(model, self.chat.end, sampling.max_action_tokens, sampling.temperature, generator)
@@ -130,33 +127,28 @@ class Rollouts:
         self, questions: Sequence[Question], size: int, sampler: TransformersSampler, draw: random.Random
     ) -> list[Group]:
         """Walk and judge one group a question."""
-        envs = [
-            [RetrievalEnv(self.graphs[q.conversation_id], q, self.config.env) for _ in range(size)] for q in questions
-        ]
-        seeds = [draw.getrandbits(31) for _ in questions]
-        walked = walk(
-            envs,
-            sampler,
-            self.chat,
-            seeds=seeds,
-            shuffle_labels=True,
-            max_tokens=self.config.sampling.max_tokens,
-        )
-        return [
-            Group(q, rows, [self.verdict(row, q) for row in rows]) for q, rows in zip(questions, walked, strict=True)
-        ]
+        config, seeds = self.config, [draw.getrandbits(31) for _ in questions]
+        envs = [[RetrievalEnv(self.graphs[q.conversation_id], q, config.env) for _ in range(size)] for q in questions]
+        walked = walk(envs, sampler, self.chat, max_tokens=config.sampling.max_tokens, seeds=seeds)
+        return [Group(q, rows, [self.verdict(row) for row in rows]) for q, rows in zip(questions, walked, strict=True)]
 
-    def verdict(self, row: Row, question: Question) -> Verdict | None:
+    def walk_reward(self, walk_reward: list[float | None], log_metric: Callable[[str, float], None], **_: Any) -> Any:
+        """Hand TRL the rewards that the rollout computed, and log what it saw."""
+        for name, value in self.log.items():
+            log_metric(name, value)
+        return walk_reward
+
+    def verdict(self, row: Row) -> Verdict | None:
         """Return the judge's verdict; None, counted, where it failed: TRL leaves such a row out of its group."""
         try:
-            return self.judge.score(row.finished, self.graphs[question.conversation_id], self.tasks.gold[question.id])
+            return self.judge.score(row.trajectory, row.env.graph, self.tasks.gold[row.env.question.id])
         except JudgeError:
             return None
 
     def cause(self, group: Group) -> str:
         """Return why a group's rewards are all equal, one of `DEAD_CAUSES`."""
         graph, gold = self.graphs[group.question.conversation_id], self.tasks.gold[group.question.id]
-        trajectories = [row.finished for row in group.rows]
+        trajectories = [row.trajectory for row in group.rows]
         if len({tuple(step.text for step in trajectory.steps) for trajectory in trajectories}) == 1:
             return "one_trajectory"
         if all(t.ending is Ending.MALFORMED for t in trajectories):
@@ -169,14 +161,14 @@ class Rollouts:
 
 def summarise(groups: Sequence[Group], causes: Counter[str], replaced: int) -> dict[str, float]:
     """Return one step's numbers: reward parts, endings, action shares, bad actions, dead groups, diversity."""
-    rows = [row.finished for group in groups for row in group.rows]
+    rows = [row.trajectory for group in groups for row in group.rows]
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     steps = [step for trajectory in rows for step in trajectory.steps]
     kinds = Counter(step.kind for step in steps)
     bad = Counter(reason for trajectory in rows for reason in trajectory.bad)
     known = [verdict for verdict in verdicts if verdict is not None]
     parts = {name: [v.components[name] for v in known] for name in (known[0].components if known else ())}
-    distinct = [len({tuple(s.text for s in row.finished.steps) for row in group.rows}) for group in groups]
+    distinct = [len({tuple(s.text for s in row.trajectory.steps) for row in group.rows}) for group in groups]
     return {
         **{f"reward/{name}": sum(values) / len(values) for name, values in parts.items()},
         **{f"ended/{ending}": sum(t.ending is ending for t in rows) / len(rows) for ending in Ending},
@@ -205,20 +197,11 @@ class WalkTrainer(GRPOTrainer):  # type: ignore[misc]
         return loss
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        **_: Any,
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         """Return log-probabilities and entropies, (B, logits_to_keep); 0 where no token counts."""
         rows = range(len(input_ids))
-        prompt_mask, completion_mask = (
-            attention_mask[:, :-logits_to_keep],
-            attention_mask[:, -logits_to_keep:],
-        )
+        prompt_mask, completion_mask = attention_mask[:, :-logits_to_keep], attention_mask[:, -logits_to_keep:]
         scored: torch.Tensor | None = getattr(self, "_scored", None)
         scored = completion_mask.bool() if scored is None else scored
         prompts = [input_ids[row, :-logits_to_keep][prompt_mask[row].bool()] for row in rows]
@@ -259,10 +242,8 @@ def prepare_arguments(config: Config, run: Path, questions: int) -> GRPOConfig:
         "beta": 0.0,
         "scale_rewards": "none",  # mean-centred, no std: Memora eq. 11
         "loss_type": "dapo",
-        "save_strategy": "steps",
         "save_steps": 5,
         "save_total_limit": 2,
-        "log_completions": False,
     }
     chosen = {**defaults, **config.grpo}
     size, batch = chosen["num_generations"], chosen["per_device_train_batch_size"]
@@ -295,14 +276,13 @@ def train_grpo(config: Config, run: Path, model: Any, rollouts: Rollouts) -> Non
     trainer = WalkTrainer(
         model=model,
         args=arguments,
-        reward_funcs=_walk_reward(rollouts),
+        reward_funcs=rollouts.walk_reward,
         rollout_func=rollouts,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=rollouts.chat.tokenizer,
         callbacks=[MetricsLog(run / "metrics.jsonl", "grpo")],
     )
-    trainer.train(resume_from_checkpoint=last_checkpoint(run, "grpo"))
-    trainer.save_model(str(run / "trained"))
+    run_trainer(trainer, run / "trained")
 
 
 def question_order(questions: Sequence[Question], arguments: GRPOConfig, seed: int) -> list[Question]:
@@ -317,13 +297,3 @@ def question_order(questions: Sequence[Question], arguments: GRPOConfig, seed: i
     while len(order) < needed:
         order += draw.sample(list(questions), len(questions))
     return order[:needed]
-
-
-def _walk_reward(rollouts: Rollouts) -> Callable[..., list[float | None]]:
-    def walk_reward(walk_reward: list[float | None], log_metric: Callable[[str, float], None], **_: Any) -> Any:
-        """Hand TRL the rewards that the rollout computed, and log what it saw."""
-        for name, value in rollouts.log.items():
-            log_metric(name, value)
-        return walk_reward
-
-    return walk_reward

@@ -26,29 +26,19 @@ def measure_entries(
     """Measure a working set, entries in order of entry.
 
     `recall_at_8` and `recall_at_300t` are the comparison at equal entries and equal context tokens: the working
-    set cut after 8 entries (300 tokens), or topped up to them from the first search's ranking.
-
-    Args:
-        graph: Holds the entries.
-        question: For the ranking that tops up.
-        gold: Must have evidence.
-        entries: The working set.
-        count_tokens: Tokens of a text.
-        similarity: δ of the redundancy.
+    set cut after 8 entries (300 tokens), or topped up to them from the first search's ranking. The gold must have
+    evidence; `similarity` is δ of the redundancy.
     """
     wanted = set(gold.evidence)
-    more = [hit.entry for hit in graph.search(question.text, 60, exclude=set(entries))]
-    ranking = [*entries, *more]
-    eight = ranking[:EQUAL_ENTRIES]
+    ranking = [*entries, *(hit.entry for hit in graph.search(question.text, 60, exclude=set(entries)))]
     tokens = [count_tokens(graph.entries[entry].value) for entry in ranking]
     fitting = int(np.searchsorted(np.cumsum(tokens), EQUAL_TOKENS, side="right"))
-    holding = [e.id for e in graph.entries.values() if wanted & set(e.sources)]
-    relevant = dict.fromkeys(graph.entries, 0.0) | {e: float(bool(covered(graph, [e]) & wanted)) for e in holding}
-    truth = np.array([[relevant[entry] for entry in graph.entries]])
+    relevant = {entry: float(not wanted.isdisjoint(covered(graph, [entry]))) for entry in graph.entries}
+    truth = np.array([list(relevant.values())])
     places = {entry: len(ranking) - place for place, entry in enumerate(ranking)}
     order = np.array([[float(places.get(entry, 0)) for entry in graph.entries]])
     recall = evidence_recall(graph, entries, gold)
-    at_eight = evidence_recall(graph, eight, gold)
+    at_eight = evidence_recall(graph, ranking[:EQUAL_ENTRIES], gold)
     return {
         "recall_at_8": at_eight,
         "recall_at_300t": evidence_recall(graph, ranking[:fitting], gold),

@@ -1,6 +1,7 @@
 """Results for people: a Markdown twin of the JSON, and plots."""
 
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,27 +10,27 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-COLUMNS = (
-    ("recall_at_8", "recall@8"),
-    ("recall_at_300t", "recall@300t"),
-    ("evidence_recall", "recall"),
-    ("reward", "reward"),
-    ("entries", "entries"),
-    ("context_tokens", "tokens"),
-    ("inference_tokens", "LM tokens"),
-    ("steps", "steps"),
-    ("ended_stopped", "stopped"),
-    ("ended_malformed", "malformed"),
-)
+from cuewalk.env.tasks import CATEGORIES
+from cuewalk.rl.run import read_metrics
+
+COLUMNS = {
+    "recall_at_8": "recall@8",
+    "recall_at_300t": "recall@300t",
+    "evidence_recall": "recall",
+    "reward": "reward",
+    "entries": "entries",
+    "context_tokens": "tokens",
+    "inference_tokens": "LM tokens",
+    "steps": "steps",
+    "ended_stopped": "stopped",
+    "ended_malformed": "malformed",
+}
 
 
 def write_report(result: dict[str, Any], metrics: Path, prefix: Path) -> list[Path]:
     """Write `prefix.json`, `prefix.md` and the plots `prefix_….png`; return their paths.
 
-    Args:
-        result: In the one results form.
-        metrics: The run's `metrics.jsonl`, for the learning curve.
-        prefix: Folder and beginning of the names.
+    The learning curve is read from `metrics`, the run's `metrics.jsonl`.
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     paths = [prefix.with_name(prefix.name + end) for end in (".json", ".md", "_entries.png", "_learning.png")]
@@ -39,16 +40,21 @@ def write_report(result: dict[str, Any], metrics: Path, prefix: Path) -> list[Pa
     return paths if plot_learning(metrics, paths[3]) else paths[:3]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return rows of measures as a Markdown table."""
-    lines = [
-        "| policy | n | " + " | ".join(title for _, title in COLUMNS) + " |",
-        "|" + "---|" * (len(COLUMNS) + 2),
-    ]
-    for row in rows:
-        cells = [_number(row.get(key)) for key, _ in COLUMNS]
-        lines.append(f"| {row['policy']} | {row['n']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def same_questions(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows on the questions that policies with a model were asked: one row a policy, all comparable."""
+    return [row for row in rows if row["questions"] == "asked"] or rows
+
+
+def table(rows: list[dict[str, Any]], columns: Mapping[str, str] = COLUMNS) -> str:
+    """Return rows of measures as a Markdown table; `columns` are keys and titles."""
+    numbers = [[_number(row.get(key)) for key in columns] for row in rows]
+    cells = [[row["policy"], row["n"], *found] for row, found in zip(rows, numbers, strict=True)]
+    return _markdown_table(["policy", "n", *columns.values()], cells)
+
+
+def _markdown_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    head, *lines = ("| " + " | ".join(map(str, cells)) + " |" for cells in (titles, *rows))
+    return "\n".join([head, "|" + "---|" * len(titles), *lines])
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -65,65 +71,51 @@ def markdown(result: dict[str, Any]) -> str:
             f"GRPO: {training['grpo_steps']} steps, {training['groups']} groups, {training['groups_live']} of them "
             f"live ({training['groups_replaced']} without any signal were replaced)."
         )
-    detectable = [c["detectable"] for c in result["comparisons"] if c["metric"] != "reward" and c["detectable"]]
-    if detectable:
+    if detectable := [c["detectable"] for c in result["comparisons"] if c["metric"] != "reward" and c["detectable"]]:
         parts.append(
             f"Smallest difference in recall found with 80% power, over the pairs below: up to {max(detectable):.3f}."
         )
     for scope, title in (("asked", "Same questions for all policies"), ("all", "All questions")):
-        rows = [row for row in result["rows"] if row["questions"] == scope]
-        if rows:
+        if rows := [row for row in result["rows"] if row["questions"] == scope]:
             parts += [f"## {title}", table(rows)]
-    categories = sorted(
-        {key for row in result["rows"] for key in row if key.startswith("recall_at_8_c") and key[-1].isdigit()}
-    )
-    lines = [
-        "| policy | n | " + " | ".join(key[-2:] for key in categories) + " | clean |",
-        "|" + "---|" * (len(categories) + 3),
+    known = {key for row in result["rows"] for key in row if key.startswith("recall_at_8_c") and key[-1].isdigit()}
+    categories = {key: key[-2:] for key in sorted(known)} | {"recall_at_8_clean": "clean"}
+    comparisons = [
+        (
+            c["metric"],
+            f"{c['a']} − {c['b']}",
+            f"{c['difference']:+.3f}",
+            _interval(c["low"], c["high"]),
+            _interval(c["question_low"], c["question_high"]),
+            c["n"],
+            ", ".join(f"{value:+.3f}" for value in c["by_conversation"].values()),
+        )
+        for c in result["comparisons"]
     ]
-    for row in result["rows"]:
-        cells = [_number(row.get(key)) for key in (*categories, "recall_at_8_clean")]
-        lines.append(f"| {row['policy']} | {row['n']} | " + " | ".join(cells) + " |")
+    titles = ("metric", "a − b", "difference", "t interval", "question interval", "n", "by conversation")
     parts += [
         "## recall@8 by category",
-        "1 multi-hop, 2 temporal, 3 open-domain, 4 single-hop, 6 knowledge-update; `clean` leaves out the questions "
+        f"{', '.join(f'{number} {name}' for number, name in CATEGORIES.items())}; `clean` leaves out the questions "
         "whose gold the errata mark wrong.",
-        "\n".join(lines),
+        table(result["rows"], categories),
         "## Paired differences",
         "By question, averaged within each conversation; 95% interval by t over the conversations, and beside it the "
         "bootstrap over questions within conversations.",
+        _markdown_table(titles, comparisons),
     ]
-    lines = [
-        "| metric | a − b | difference | t interval | question interval | n | by conversation |",
-        "|" + "---|" * 7,
-    ]
-    for c in result["comparisons"]:
-        by = ", ".join(f"{value:+.3f}" for value in c["by_conversation"].values())
-        lines.append(
-            f"| {c['metric']} | {c['a']} − {c['b']} | {c['difference']:+.3f} | {_interval(c['low'], c['high'])} | "
-            f"{_interval(c['question_low'], c['question_high'])} | {c['n']} | {by} |"
-        )
-    parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
 
 def plot_entries(result: dict[str, Any], path: Path) -> None:
     """Plot recall against entries: plain search as a curve, every policy as a point."""
-    scope = "asked" if any(row["questions"] == "asked" for row in result["rows"]) else "all"
-    rows = [row for row in result["rows"] if row["questions"] == scope]
+    rows = same_questions(result["rows"])
     figure, axes = plt.subplots(figsize=(7, 4.5))
     search = sorted((r["entries"], r["evidence_recall"]) for r in rows if r["policy"].startswith("top_k"))
     axes.plot(*zip(*search, strict=True), color="0.6", marker=".", label="search, top k")
     walked = [row for row in rows if not row["policy"].startswith("top_k")]
     for place, row in enumerate(walked):
-        axes.scatter(
-            row["entries"],
-            row["evidence_recall"],
-            color=f"C{place % 10}",
-            marker="osD^vP*X"[place % 8],
-            label=row["policy"],
-            zorder=3,
-        )
+        color, marker = f"C{place % 10}", "osD^vP*X"[place % 8]
+        axes.scatter(row["entries"], row["evidence_recall"], color=color, marker=marker, label=row["policy"], zorder=3)
     axes.set(xlabel="entries in the working set (mean)", ylabel="share of the evidence found")
     axes.set_title(f"{result['name']}: recall against entries, n = {rows[0]['n']}", fontsize=10)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -134,27 +126,20 @@ def plot_entries(result: dict[str, Any], path: Path) -> None:
 
 def plot_learning(metrics: Path, path: Path) -> bool:
     """Plot GRPO's reward, action shares and live groups by step; False where nothing was logged."""
-    if not metrics.exists():
-        return False
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    steps = {line["step"]: line for line in lines if line["stage"] == "grpo" and "groups/live" in line}
+    steps = read_metrics(metrics)[0] if metrics.exists() else {}
     if not steps:
         return False
-    at, rows = list(steps), list(steps.values())
+    rows = [row | {"share_live": row["groups/live"] / row["groups/all"]} for row in steps.values()]
+    panels = {
+        "reward (sampled, training questions)": {"reward": "reward", "reward/gain": "gain in recall"},
+        "share of actions": {f"actions/{kind}": kind for kind in ("expand", "refine", "stop", "bad")},
+        "signal": {"share_live": "live groups", "groups/distinct_trajectories": "distinct trajectories a group"},
+    }
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.4))
-    axes[0].plot(at, [row["reward"] for row in rows], marker=".", label="reward")
-    if "reward/gain" in rows[0]:
-        axes[0].plot(at, [row["reward/gain"] for row in rows], marker=".", label="gain in recall")
-    for kind in ("expand", "refine", "stop", "bad"):
-        axes[1].plot(at, [row[f"actions/{kind}"] for row in rows], marker=".", label=kind)
-    axes[2].plot(at, [row["groups/live"] / row["groups/all"] for row in rows], marker=".", label="live groups")
-    axes[2].plot(
-        at,
-        [row["groups/distinct_trajectories"] for row in rows],
-        marker=".",
-        label="distinct trajectories a group",
-    )
-    for axis, title in zip(axes, ("reward (sampled, training questions)", "share of actions", "signal"), strict=True):
+    for axis, (title, curves) in zip(axes, panels.items(), strict=True):
+        for key, label in curves.items():
+            if key in rows[0]:  # a judge may have no gain among its components
+                axis.plot(list(steps), [row[key] for row in rows], marker=".", label=label)
         axis.set(title=title, xlabel="GRPO step")
         axis.legend(fontsize=7)
         axis.grid(alpha=0.3)

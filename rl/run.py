@@ -46,20 +46,20 @@ def open_run(config: Config) -> Path:
 
 def provenance() -> dict[str, Any]:
     """Return the commit, the command and the versions that made a result."""
-    root = Path(__file__).resolve().parent.parent
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "commit": _git(root, "rev-parse", "--short=12", "HEAD")
-        + ("+changes" if _git(root, "status", "--porcelain") else ""),
+        "commit": (_git("rev-parse", "--short=12", "HEAD") or "unknown")
+        + ("+changes" if _git("status", "--porcelain") else ""),
         "versions": {"python": sys.version.split()[0], **{name: version(name) for name in PACKAGES}},
     }
 
 
-def _git(root: Path, *arguments: str) -> str:
-    if not (root / ".git").exists():
-        return "unknown" if arguments[0] == "rev-parse" else ""
+def _git(*arguments: str) -> str:
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():  # an installed copy; git would look in the folders above it
+        return ""
     done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or ("unknown" if arguments[0] == "rev-parse" else "")
+    return done.stdout.strip()
 
 
 def _differences(before: Any, after: Any, place: str = "") -> list[str]:
@@ -84,6 +84,13 @@ class MetricsLog(TrainerCallback):  # type: ignore[misc]
                 file.write(json.dumps(row, default=float) + "\n")
 
 
+def read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], dict[str, float]]:
+    """Return GRPO's lines by step (of a step run twice, the later), and the seconds of each stage."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    steps = {line["step"]: line for line in lines if line["stage"] == "grpo" and "groups/live" in line}
+    return steps, {line["stage"]: line["train_runtime"] for line in lines if "train_runtime" in line}
+
+
 def trainer_defaults(run: Path, stage: str, config: Config) -> dict[str, Any]:
     """Return the trainer settings that are ours to decide; the configuration's own override the rest."""
     # transformers renames it: `activation_checkpointing` from 5.24 on.
@@ -98,12 +105,12 @@ def trainer_defaults(run: Path, stage: str, config: Config) -> dict[str, Any]:
         "report_to": "none",
         "logging_steps": 1,
         "max_grad_norm": 0.5,
-        "save_only_model": False,
-        "dataloader_num_workers": 0,
     }
 
 
-def last_checkpoint(run: Path, stage: str) -> str | None:
-    """Return a stage's newest whole checkpoint, or None."""
-    found = [p for p in (run / stage).glob("checkpoint-*") if (p / "trainer_state.json").exists()]
-    return str(max(found, key=lambda p: int(p.name.split("-")[1]))) if found else None
+def run_trainer(trainer: Any, out: Path) -> None:
+    """Train, from the stage's newest whole checkpoint where there is one, and save the adapter in `out`."""
+    found = [p for p in Path(trainer.args.output_dir).glob("checkpoint-*") if (p / "trainer_state.json").exists()]
+    last = max(found, key=lambda p: int(p.name.split("-")[1]), default=None)
+    trainer.train(resume_from_checkpoint=str(last) if last else None)
+    trainer.save_model(str(out))

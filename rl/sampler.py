@@ -1,12 +1,14 @@
 """Sampling actions turn by turn: the cache is kept across turns, and a group's prompt is computed once."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from transformers import DynamicCache
 
-from cuewalk.rl.scoring import decoder_and_head, pad_rows, run_decoder
+from cuewalk.memory.models import decoder_and_head, run_decoder
+from cuewalk.rl.scoring import pad_rows
 
 Allowed = Callable[[list[int]], list[int] | None]
 """The ids of an action so far -> the ids that may follow, or None where any may."""
@@ -19,17 +21,15 @@ class Sampler(Protocol):
 
     def begin(self, prompts: Sequence[Sequence[int]], copies: int) -> None:
         """Compute each prompt once and give it `copies` rows, side by side."""
-        ...
 
     def act(self, allowed: Sequence[Allowed] | None) -> tuple[list[list[int]], list[list[float]]]:
         """Sample one action for each row: its ids (with the end of turn, where it came) and log-probabilities."""
-        ...
 
     def observe(self, rows: Sequence[int], observations: Sequence[Sequence[int]]) -> None:
         """Keep only these rows (numbered as now), and append what the environment answered."""
-        ...
 
 
+@dataclass(eq=False)
 class TransformersSampler:
     """Sampling with transformers, on a CPU or a GPU.
 
@@ -45,23 +45,17 @@ class TransformersSampler:
         generator: Source of randomness; needed unless the temperature is 0.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        end: int,
-        max_action_tokens: int,
-        temperature: float = 1.0,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        if temperature > 0 and generator is None:
+    model: Any
+    end: int
+    max_action_tokens: int
+    temperature: float = 1.0
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature > 0 and self.generator is None:
             raise ValueError("sampling at a temperature needs a generator; pass temperature=0 for the likeliest action")
-        self.model = model
-        self.end = end
-        self.max_action_tokens = max_action_tokens
-        self.temperature = temperature
-        self.generator = generator
         self.tokens = 0
-        self._decoder, self._head = decoder_and_head(model)
+        self._decoder, self._head = decoder_and_head(self.model)
 
     @torch.no_grad()
     def begin(self, prompts: Sequence[Sequence[int]], copies: int) -> None:
@@ -72,7 +66,7 @@ class TransformersSampler:
         self._cache.batch_repeat_interleave(copies)
         self._mask = self._mask.repeat_interleave(copies, dim=0)
         self._logits = self._logits.repeat_interleave(copies, dim=0)
-        self._last: list[int | None] = [None] * len(self._logits)
+        self._last: list[list[int]] = [[]] * len(self._logits)
 
     @torch.no_grad()
     def act(self, allowed: Sequence[Allowed] | None = None) -> tuple[list[list[int]], list[list[float]]]:
@@ -86,8 +80,7 @@ class TransformersSampler:
             if allowed is not None:
                 logits = logits.clone()
                 for row in open_rows:
-                    may = allowed[row](ids[row])
-                    if may is not None:
+                    if (may := allowed[row](ids[row])) is not None:
                         kept = logits[row, may].clone()
                         logits[row] = -torch.inf
                         logits[row, may] = kept
@@ -106,7 +99,7 @@ class TransformersSampler:
                 break
             still = set(open_rows)
             logits = self._forward([[tokens[row]] if row in still else [] for row in range(count)])
-        self._last = [row[-1] for row in ids]
+        self._last = [row[-1:] for row in ids]
         return ids, logps
 
     @torch.no_grad()
@@ -117,11 +110,7 @@ class TransformersSampler:
         index = torch.tensor(list(rows), device=self.model.device)
         self._cache.batch_select_indices(index)
         self._mask = self._mask[index]
-        pending = [
-            [*([] if (last := self._last[row]) is None else [last]), *observation]
-            for row, observation in zip(rows, observations, strict=True)
-        ]
-        self._logits = self._forward(pending)
+        self._logits = self._forward([[*self._last[row], *new] for row, new in zip(rows, observations, strict=True)])
 
     def _forward(self, new: Sequence[Sequence[int]]) -> torch.Tensor:
         """Append ids to each row (none for some) and return the logits after each row's last one, (B, V)."""

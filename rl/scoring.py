@@ -4,43 +4,15 @@ A group's prompt is shared, and only action positions go through the vocabulary 
 position through it).
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from cuewalk.memory.models import ModelError
+from cuewalk.memory.models import ModelError, decoder_and_head, run_decoder
 
-
-def decoder_and_head(model: Any) -> tuple[Any, Any]:
-    """Return the module that gives hidden states and the one that turns them into logits, adapters included."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return base.get_decoder(), base.get_output_embeddings()
-
-
-def run_decoder(
-    decoder: Any,
-    ids: torch.Tensor,
-    cache: DynamicCache,
-    mask: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Append ids (B, L) to a cache and return their hidden states (B, L, H).
-
-    Args:
-        decoder: From `decoder_and_head`.
-        ids: New ids.
-        cache: Grows by L slots.
-        mask: (B, slots so far + L), 1 where a slot counts; None where all do.
-        positions: (B, L); None counts on from the cache.
-    """
-    # transformers renames the argument: `cache` from 5.24 on, `past_key_values` before.
-    name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
-    arguments = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, name: cache}
-    hidden: torch.Tensor = decoder(**arguments, use_cache=True).last_hidden_state
-    return hidden
+Tensors = Sequence[torch.Tensor]
 
 
 @torch.no_grad()
@@ -65,11 +37,7 @@ def check_model(model: Any) -> None:
 
 
 def score_actions(
-    model: Any,
-    prompts: Sequence[torch.Tensor],
-    completions: Sequence[torch.Tensor],
-    masks: Sequence[torch.Tensor],
-    temperature: float = 1.0,
+    model: Any, prompts: Tensors, completions: Tensors, masks: Tensors, temperature: float = 1.0
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Score the masked tokens of completions.
 
@@ -92,8 +60,7 @@ def score_actions(
     groups: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
     for row, (prompt, completion, mask) in enumerate(zip(prompts, completions, masks, strict=True)):
         if bool(mask.any()):
-            rows = groups.setdefault(tuple(prompt.tolist()), {}).setdefault(tuple(completion.tolist()), [])
-            rows.append(row)
+            groups.setdefault(tuple(prompt.tolist()), {}).setdefault(tuple(completion.tolist()), []).append(row)
     for prompt_ids, group in groups.items():
         firsts = [rows[0] for rows in group.values()]
         prompt = torch.tensor([prompt_ids], device=model.device)

@@ -1,6 +1,6 @@
 """Paired comparisons over conversations, honest about how few of those there are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -34,30 +34,13 @@ def compare(
         grouped.setdefault(conversation[question], []).append(a[question] - b[question])
     means = {id_: float(np.mean(values)) for id_, values in grouped.items()}
     values = list(means.values())
-    result: dict[str, Any] = {
-        "difference": float(np.mean(values)),
-        "low": None,
-        "high": None,
-        "detectable": None,
-    }
+    difference = float(np.mean(values))
+    result: dict[str, Any] = {"difference": difference, "low": None, "high": None, "detectable": None}
     if len(values) > 1:
-        error, freedom = float(stats.sem(values)), len(values) - 1
-        half = float(stats.t.ppf(0.975, freedom)) * error
-        result |= {
-            "low": result["difference"] - half,
-            "high": result["difference"] + half,
-            "detectable": float(stats.t.ppf(0.975, freedom) + stats.t.ppf(0.8, freedom)) * error,
-        }
-    low, high = _bootstrap(list(grouped.values()), seed)
+        error = float(stats.sem(values))
+        t, power = (float(stats.t.ppf(share, len(values) - 1)) for share in (0.975, 0.8))
+        result |= {"low": difference - t * error, "high": difference + t * error, "detectable": (t + power) * error}
+    draw = np.random.default_rng(seed)  # questions are drawn anew within each conversation, 2000 times
+    sums = np.sum([draw.choice(stratum, size=(2000, len(stratum))).sum(axis=1) for stratum in grouped.values()], axis=0)
+    low, high = (float(bound) for bound in np.percentile(sums / len(a), [2.5, 97.5]))
     return {**result, "question_low": low, "question_high": high, "by_conversation": means, "n": len(a)}
-
-
-def _bootstrap(strata: Sequence[Sequence[float]], seed: int, draws: int = 2000) -> tuple[float, float]:
-    """Return the 95% percentile interval of the overall mean, questions drawn anew within each conversation."""
-    random = np.random.default_rng(seed)
-    total = sum(len(stratum) for stratum in strata)
-    sums = np.zeros(draws)
-    for stratum in strata:
-        sums += random.choice(np.asarray(stratum), size=(draws, len(stratum))).sum(axis=1)
-    low, high = np.percentile(sums / total, [2.5, 97.5])
-    return float(low), float(high)

@@ -48,11 +48,13 @@ def train(config: Config) -> Path:
     state = PartialState(cpu=not torch.cuda.is_available())
     with state.main_process_first():
         run = open_run(config)
-    if (run / "trained" / "adapter_config.json").exists() and not _wants_more(config, run):
+    done = [int(p.name.split("-")[1]) for p in (run / "grpo").glob("checkpoint-*")]
+    wants_more = bool(done) and config.grpo.get("max_steps", 20) > max(done)
+    if (run / "trained" / "adapter_config.json").exists() and not wants_more:
         return run
     set_seed(config.seed)
     with state.main_process_first():  # the others read what it built
-        graphs = load_graphs(config, tasks, SentenceEncoder(config.encoder))
+        graphs = load_graphs(config, tasks.conversations, SentenceEncoder(config.encoder))
     if config.warm_start.rows and not (run / "warm_start" / "adapter_config.json").exists():
         rows = teach_rows(config, tasks, graphs, chat)
         warm_start(config, run, new_adapter(config), chat, rows)
@@ -74,11 +76,4 @@ def new_adapter(config: Config) -> Any:
 
 def load_adapter(config: Config, path: Path, *, trainable: bool = False) -> Any:
     """Return the base model with a saved adapter."""
-    base = load_language_model(config.model, config.dtype)
-    return PeftModel.from_pretrained(base, str(path), is_trainable=trainable)
-
-
-def _wants_more(config: Config, run: Path) -> bool:
-    """Tell whether a finished run's configuration now asks for more steps."""
-    done = [int(p.name.split("-")[1]) for p in (run / "grpo").glob("checkpoint-*")]
-    return bool(done) and config.grpo.get("max_steps", 20) > max(done)
+    return PeftModel.from_pretrained(load_language_model(config.model, config.dtype), str(path), is_trainable=trainable)

@@ -27,10 +27,8 @@ class Chat:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.end: int = tokenizer.eos_token_id
-        marks = ("cuewalkfirst", "cuewalkaction", "cuewalksecond")
-        turns = [
-            {"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), marks, strict=True)
-        ]
+        marks = {"cuewalkfirst": "user", "cuewalkaction": "assistant", "cuewalksecond": "user"}
+        turns = [{"role": role, "content": mark} for mark, role in marks.items()]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         parts: list[str] = []
         for mark in marks:
@@ -47,7 +45,15 @@ class Chat:
         self._head = self._template(head)
         self._reply = self._template(reply)
         self._between = self._template(between[len(tokenizer.eos_token) :])
-        self.letters = {label: self._one(label) for label in LABELS}
+        self.letters: dict[str, int] = {}
+        for label in LABELS:
+            ids = self.untrusted(f"EXPAND {label}")[len(self.untrusted("EXPAND")) :]
+            if len(ids) != 1:
+                raise TranscriptError(
+                    f"{tokenizer.name_or_path}: the label {label!r} is {len(ids)} tokens after 'EXPAND', not one; "
+                    f"use a model whose tokenizer keeps ' {label}' whole"
+                )
+            self.letters[label] = ids[0]
 
     @cached_property
     def plain_ids(self) -> list[int]:
@@ -81,17 +87,7 @@ class Chat:
 
     def untrusted(self, text: str) -> list[int]:
         """Encode text in which nothing may become a special token."""
-        encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-        return list(encoded["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
     def _template(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _one(self, label: str) -> int:
-        ids = self.untrusted(f"EXPAND {label}")[len(self.untrusted("EXPAND")) :]
-        if len(ids) != 1:
-            raise TranscriptError(
-                f"{self.tokenizer.name_or_path}: the label {label!r} is {len(ids)} tokens after 'EXPAND', not one; "
-                f"use a model whose tokenizer keeps ' {label}' whole"
-            )
-        return int(ids[0])

@@ -14,10 +14,11 @@ from trl.models.utils import _ForwardRedirection
 
 from cuewalk.env import Expand, RetrievalEnv, Stop, Tasks, format_action
 from cuewalk.memory import MemoryGraph
+from cuewalk.memory.models import decoder_and_head
 from cuewalk.rl.config import Config, ConfigError
 from cuewalk.rl.oracle import oracle_action
-from cuewalk.rl.run import MetricsLog, last_checkpoint, trainer_defaults
-from cuewalk.rl.scoring import decoder_and_head, pad_rows
+from cuewalk.rl.run import MetricsLog, run_trainer, trainer_defaults
+from cuewalk.rl.scoring import pad_rows
 from cuewalk.rl.transcript import Chat
 
 
@@ -46,25 +47,20 @@ def teach_rows(config: Config, tasks: Tasks, graphs: dict[str, MemoryGraph], cha
             break
         env = RetrievalEnv(graphs[question.conversation_id], question, replace(config.env, k=k))
         observation, _ = env.reset(seed=config.seed * 1_000_003 + number, options={"shuffle_labels": True})
-        assert env.state is not None
         gold = tasks.gold[question.id]
-        action = oracle_action(env.state, env.graph, gold, env.config)
-        at_once = isinstance(action, Stop)
+        at_once = isinstance(oracle_action(env, gold), Stop)
         if not wanted[at_once]:
             continue
         wanted[at_once] -= 1
         ids, positions, targets = chat.first(observation), list[int](), list[list[int]]()
         ended = False
         while not ended:
-            action, held = _filled(action, env, config.warm_start.picks)
+            action, held = _filled(oracle_action(env, gold), env, config.warm_start.picks)
             said = chat.action(format_action(action))
             positions += range(len(ids), len(ids) + len(said))
             targets += _targets(said, action, held, chat)
-            ids += said
             observation, _, ended, _, _ = env.step(format_action(action))
-            if not ended:
-                ids += chat.following(observation)
-                action = oracle_action(env.state, env.graph, gold, env.config)
+            ids += said if ended else [*said, *chat.following(observation)]
         rows.append({"input_ids": ids, "positions": positions, "targets": targets})
         bar.update()
     bar.close()
@@ -81,7 +77,6 @@ def _filled(action: Expand | Stop, env: RetrievalEnv, picks: int) -> tuple[Expan
     """Fill an expansion up to `picks` labels with the first of the list; return it and how many the oracle named."""
     if isinstance(action, Stop):
         return action, 0
-    assert env.state is not None
     free = [label for label, _ in env.state.frontier if label not in action.labels]
     most = min(picks, env.state.budget // env.config.expand_cost)
     labels = (*action.labels, *free[: max(0, most - len(action.labels))])
@@ -107,11 +102,8 @@ class TeachTrainer(SFTTrainer):  # type: ignore[misc]
     Only those positions go through the vocabulary head; TRL sends all of them, completion-only loss or not.
     """
 
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> torch.Tensor:
         """Return the loss of one batch; the batch's positions weigh alike."""
-        del return_outputs, num_items_in_batch
         inner = self.accelerator.unwrap_model(model)
         logps = _ForwardRedirection()(model, inner, set_logps, inner, inputs)
         loss: torch.Tensor = -logps.mean()
@@ -154,15 +146,10 @@ def warm_start(config: Config, run: Path, model: Any, chat: Chat, rows: list[dic
         "per_device_train_batch_size": 4,
         "warmup_steps": 5,
         "lr_scheduler_type": "cosine",
-        "save_strategy": "steps",
         "save_steps": 25,
         "save_total_limit": 1,
     }
-    fixed = {
-        "remove_unused_columns": False,
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-        "max_length": None,
-    }
+    fixed = {"remove_unused_columns": False, "dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None}
     arguments = SFTConfig(**{**trainer_defaults(run, "sft", config), **defaults, **config.sft, **fixed})
     trainer = TeachTrainer(
         model=model,
@@ -172,5 +159,4 @@ def warm_start(config: Config, run: Path, model: Any, chat: Chat, rows: list[dic
         processing_class=chat.tokenizer,
         callbacks=[MetricsLog(run / "metrics.jsonl", "warm_start")],
     )
-    trainer.train(resume_from_checkpoint=last_checkpoint(run, "sft"))
-    trainer.save_model(str(run / "warm_start"))
+    run_trainer(trainer, run / "warm_start")

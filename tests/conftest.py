@@ -62,7 +62,9 @@ def conversation() -> Conversation:
 @pytest.fixture(scope="session")
 def graph(conversation, encoder) -> MemoryGraph:
     """Entries e0..e5, one a message; `nearest` 1 keeps the links few."""
-    return build_graph(conversation, encoder, BuildConfig(segment_messages=2, nearest=1, update_threshold=1.01))
+    return build_graph(
+        conversation, encoder, BuildConfig(segment_messages=2, nearest=1, update_threshold=1.01, groups=None)
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,3 +1,4 @@
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -27,12 +28,14 @@ def test_evidence_is_what_the_entries_hold_and_show(graph, gold):
     assert evidence_recall(graph, [], gold) == 0.0
 
 
-def test_a_source_whose_text_is_not_in_the_value_is_not_covered(graph, gold):
-    from copy import copy
-
-    lossy = copy(graph)
-    lossy.entries = graph.entries | {"e0": replace(graph.entries["e0"], sources=("m1", "m2"))}
-    assert covered(lossy, ["e0"]) == {"m1"}  # m2 is claimed, but its text is not shown
+def test_covered_is_what_a_statement_cites_and_so_shows(graph, gold):
+    entry = graph.entries["e0"]
+    told = replace(entry.statements[0], text="Ann's dog came back on Tuesday", sources=("m1", "m2"))
+    past = replace(entry.statements[0], text="It was away", sources=("m6",), until=entry.time)
+    other = copy(graph)
+    other.entries = graph.entries | {"e0": replace(entry, statements=(past, told))}
+    assert covered(other, ["e0"]) == {"m1", "m2", "m6"}  # what held before is shown too
+    assert covered(graph, ["e0"]) == {"m1"}
 
 
 def test_a_question_without_evidence_is_an_error_not_a_zero(graph, question):

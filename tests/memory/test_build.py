@@ -5,14 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuewalk.memory import BuildConfig, Conversation, Message, Note, build_graph
-from cuewalk.memory.build import attach_anchors, build_digest, cut_segments, find_candidates, format_message
+from cuewalk.memory import BuildConfig, Conversation, Message, Note, Statement, build_graph, extend_graph
+from cuewalk.memory.build import Candidate, OfflineExtractor, Update, build_digest
+from cuewalk.memory.records import say
 
 PLAIN = BuildConfig(segment_messages=2, nearest=1, update_threshold=1.01)
 
 
 def test_segments_end_at_a_pause_and_at_the_limit(conversation):
-    segments = cut_segments(conversation.messages, PLAIN)
+    segments = OfflineExtractor(PLAIN).segment(conversation)
     assert [segment.messages for segment in segments] == [("m1", "m2"), ("m3",), ("m4", "m5"), ("m6",)]
     assert [segment.position for segment in segments] == [0, 1, 2, 3]
 
@@ -26,9 +27,11 @@ def test_a_message_becomes_an_entry_with_its_date_and_speaker(graph):
 
 def test_an_abstraction_is_cut_and_a_value_is_not():
     message = Message("m", "Ann", datetime(2024, 1, 2), "one two three four")
-    config = replace(PLAIN, abstraction_words=2)
-    assert find_candidates(Conversation("c", (message,)), config) == [("Ann: one two", ("m",))]
-    assert format_message(message) == "Ann (2 January 2024): one two three four"
+    assert OfflineExtractor(replace(PLAIN, abstraction_words=2)).candidate(message).abstraction == "Ann: one two"
+    assert OfflineExtractor(replace(PLAIN, abstraction_words=0)).candidate(message).abstraction == (
+        "Ann: one two three four"
+    )
+    assert say(message).line == "Ann (2 January 2024): one two three four"
 
 
 def test_notes_are_used_and_uncited_messages_still_covered(conversation, encoder):
@@ -62,18 +65,87 @@ def test_update_unites_what_one_person_says_twice_and_keeps_persons_apart(encode
 def test_anchors_join_entries_of_one_speaker_that_share_a_rare_word(graph):
     entries = list(graph.entries.values())
     twice = [
-        replace(entries[0], value="Ann: we camped by lakes"),
-        replace(entries[2], value="Ann: that lake again"),
+        replace(entry, statements=(replace(entry.statements[0], text=text),))
+        for entry, text in ((entries[0], "we camped by lakes"), (entries[2], "that lake again"))
     ]
-    linked = attach_anchors([*twice, *entries[3:]], per_entry=3)
-    assert linked[0].anchors == linked[1].anchors == ("Ann lake",)
-    assert attach_anchors(twice[:1], 3)[0].anchors == ()  # an anchor with one entry is no link
+    named = OfflineExtractor(PLAIN).name_anchors([*twice, *entries[3:]], set())
+    assert named[0] == named[1] == ("Ann lake",)
+    assert OfflineExtractor(PLAIN).name_anchors(twice[:1], set()) == [()]  # an anchor with one entry is no link
 
 
-@pytest.mark.parametrize("field", ["segment_messages", "gap_minutes", "abstraction_words", "update_candidates"])
+@pytest.mark.parametrize("field", ["segment_messages", "gap_minutes", "update_candidates"])
 def test_a_setting_below_one_is_refused(field):
     with pytest.raises(ValueError, match=f"memory.{field} = 0: must be at least 1"):
         BuildConfig(**{field: 0})
+
+
+class Merging(OfflineExtractor):
+    """Merges whatever is above γ into the nearest entry, as a model would that finds a fact changed."""
+
+    def choose(self, asked):
+        return [Update(near[0].id, f"now {pair.statements[0].text}", "Ann: piano") for pair, near in asked]
+
+
+def test_a_superseded_value_is_kept_with_its_dates(encoder):
+    start = datetime(2024, 1, 1)
+    texts = ("dog in Oslo", "dog in Bergen", "dog in Rome")
+    messages = tuple(Message(f"m{i}", "Ann", start + timedelta(days=i), text) for i, text in enumerate(texts))
+    config = replace(PLAIN, update_threshold=0.9)
+    graph = build_graph(Conversation("c", messages[:2]), encoder, config, extractor=Merging(config))
+    entry = graph.entries["e0"]
+    assert entry.value.splitlines() == [
+        "Ann (2 January 2024): now dog in Bergen",
+        "Ann (1 January 2024, until 2 January 2024): dog in Oslo",
+    ]
+    assert (entry.abstraction, entry.sources) == ("Ann: piano", ("m0", "m1"))
+    assert (graph.vectors[0] == encoder.encode(["Ann: piano"])[0]).all()  # found under its new abstraction
+    # The refined abstraction is about a piano: the third is something new, and the first graph stays as it was.
+    grown = extend_graph(graph, messages[2:], extractor=Merging(config))
+    assert list(grown.entries) == ["e0", "e1"] and list(graph.entries) == ["e0"]
+    again = extend_graph(graph, [replace(messages[2], text="piano")], extractor=Merging(config))
+    assert [(s.text, s.until and s.until.day) for s in again.entries["e0"].statements] == [
+        ("dog in Oslo", 2),
+        ("now dog in Bergen", 3),
+        ("now piano", None),
+    ]
+
+
+def test_two_candidates_of_one_segment_lose_nothing_in_one_entry(encoder):
+    start = datetime(2024, 1, 1)
+    messages = tuple(Message(f"m{i}", "Ann", start + timedelta(days=i // 2), "dog") for i in range(4))
+    config = replace(PLAIN, update_threshold=0.9)
+    graph = build_graph(Conversation("c", messages), encoder, config, extractor=Merging(config))
+    # m0 and m1 are one segment: neither sees the other. m2 and m3 both merge into e0.
+    assert [entry.sources for entry in graph.entries.values()] == [("m0", "m2", "m3"), ("m1",)]
+    assert [s.until is None for s in graph.entries["e0"].statements] == [False, False, True]
+
+
+def test_a_grown_graph_equals_one_built_at_once(encoder):
+    start = datetime(2024, 1, 1)
+    said = ["dog", "garden", "dog trip", "piano", "trip", "dog garden trip", "piano dog", "garden"]
+    messages = tuple(Message(f"m{i}", "AB"[i % 2], start + timedelta(hours=i // 3), t) for i, t in enumerate(said))
+    whole = build_graph(Conversation("c", messages), encoder, PLAIN)
+    for cut in range(1, len(messages)):
+        first = build_graph(Conversation("c", messages[:cut]), encoder, PLAIN)
+        grown = extend_graph(first, messages[cut:])
+        assert grown.entries == whole.entries and grown.segments == whole.segments, cut
+        assert grown.digest == whole.digest and (grown.vectors == whole.vectors).all()
+        assert {e for members in grown.groups.values() for e in members} == set(grown.entries)
+
+
+def test_a_whole_segment_can_be_an_entry(conversation, encoder):
+    config = replace(PLAIN, unit="segment", abstraction_words=0)
+    entries = list(build_graph(conversation, encoder, config).entries.values())
+    assert [entry.sources for entry in entries] == [("m1", "m2"), ("m3",), ("m4", "m5"), ("m6",)]
+    assert entries[0].abstraction == entries[0].value == "\n".join(s.line for s in entries[0].statements)
+
+
+def test_a_statement_says_who_when_and_until_when():
+    day = datetime(2024, 2, 1)
+    assert (
+        Statement("Ann", day, "x", ("m",), datetime(2024, 3, 2)).line == "Ann (1 February 2024, until 2 March 2024): x"
+    )
+    assert Candidate("a", ()).statements == ()
 
 
 def test_search_weights_are_checked():

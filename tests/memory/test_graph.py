@@ -9,7 +9,7 @@ from cuewalk.memory.index import HybridIndex, fuse_ranks
 
 def test_ranks_are_fused_by_weighted_reciprocal_rank():
     fused = dict(fuse_ranks([[7, 8], [8]], (1.0, 2.0)))
-    assert fused == pytest.approx({7: 1 / 61, 8: 1 / 62 + 2 / 61})
+    assert fused == pytest.approx({7: 1 / 6, 8: 1 / 7 + 2 / 6})
     assert [item for item, _ in fuse_ranks([[7, 8], [8]], (1.0, 2.0))] == [8, 7]
     assert fuse_ranks([[1, 2], [2, 1]], (1.0, 1.0))[0][0] == 1  # a tie keeps the first ranking's order
 
@@ -70,18 +70,18 @@ def test_anchor_search_is_off_unless_weighted():
     query = np.array([0.1, 0.0, 0.99], dtype=np.float32)
     with_anchors = HybridIndex(vectors, ["a", "b", "c"], anchors, [[1]], (1.0, 1.0, 0.0))
     without = HybridIndex(vectors, ["a", "b", "c"], anchors, [[1]], (1.0, 0.0, 0.0))
-    # dense order 2, 0, 1; the anchor lifts 1: 1/63 + 1/61 > 1/61.
+    # dense order 2, 0, 1; the anchor lifts 1: 1/8 + 1/6 > 1/6.
     assert [item for item, _ in with_anchors.search("x", query)] == [1, 2, 0]
     assert [item for item, _ in without.search("x", query)] == [2, 0, 1]
 
 
 def test_a_graph_refuses_vectors_that_do_not_match(graph):
-    with pytest.raises(ValueError, match="6 entries and 0 anchors, but 5 and 0 vectors"):
+    with pytest.raises(ValueError, match="6 entries, but 5 vectors"):
         MemoryGraph(graph.conversation, graph.segments, list(graph.entries.values()), graph.vectors[:5],
-                    graph.anchor_vectors, graph.encoder, weights=(1, 0, 1), nearest=1, digest="")  # fmt: skip
+                    graph.encoder, graph.config, {}, "")  # fmt: skip
     with pytest.raises(ValueError, match=r"no entry covers messages \['m6'\]"):
         MemoryGraph(graph.conversation, graph.segments, list(graph.entries.values())[:5], graph.vectors[:5],
-                    graph.anchor_vectors, graph.encoder, weights=(1, 0, 1), nearest=1, digest="")  # fmt: skip
+                    graph.encoder, graph.config, {}, "")  # fmt: skip
 
 
 def test_a_pickled_graph_searches_alike(graph):

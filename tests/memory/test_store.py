@@ -1,8 +1,25 @@
+import os
+import random
+import signal
 import sqlite3
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
-from cuewalk.memory import BuildConfig, Conversation, StoreError, build_graph, load_graph, save_graph
+from cuewalk.memory import (
+    BuildConfig,
+    Conversation,
+    Message,
+    StoreError,
+    build_graph,
+    extend_graph,
+    load_graph,
+    save_graph,
+)
+from tests.conftest import MESSAGES, WordEncoder, at
 
 
 def test_a_saved_graph_comes_back_equal(graph, encoder, tmp_path):
@@ -12,7 +29,7 @@ def test_a_saved_graph_comes_back_equal(graph, encoder, tmp_path):
     assert again.segments == graph.segments
     assert again.conversation == graph.conversation
     assert (again.vectors == graph.vectors).all()
-    assert (again.digest, again.weights, again.nearest) == (graph.digest, graph.weights, graph.nearest)
+    assert (again.digest, again.config, again.groups) == (graph.digest, graph.config, graph.groups)
     assert again.frontier("dog", ["e0"], {"e0"}, ("segment", "search"), 9) == graph.frontier(
         "dog", ["e0"], {"e0"}, ("segment", "search"), 9
     )
@@ -65,7 +82,7 @@ def test_a_damaged_memory_is_refused_with_the_remedy(graph, encoder, tmp_path, d
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     else:
         database = sqlite3.connect(path)
-        database.execute("DELETE FROM entries WHERE id = 'e5'" if damage == "row gone" else "DROP TABLE meta")
+        database.execute("DELETE FROM entries WHERE position = 5" if damage == "row gone" else "DROP TABLE meta")
         database.commit()
         database.close()
     with pytest.raises(StoreError, match=r"is damaged .*build it again with `cuewalk build`"):
@@ -87,5 +104,139 @@ def test_a_later_schema_is_refused(graph, encoder, tmp_path):
     database = sqlite3.connect(tmp_path / "memory.sqlite")
     database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(StoreError, match="schema 99, not a memory of schema 1"):
+    with pytest.raises(StoreError, match="schema 99, this version of cuewalk has 2"):
         load_graph(tmp_path, encoder)
+
+
+def longer(count):
+    """The toy conversation and so many messages after it."""
+    texts = ("dog garden", "a trip", "piano", "nothing", "dog trip")
+    return [Message(f"n{i}", "Ann", at(9) + timedelta(minutes=7 * i), f"{texts[i % 5]} {i}") for i in range(count)]
+
+
+def test_of_a_grown_memory_only_what_changed_is_written(graph, encoder, tmp_path):
+    save_graph(graph, tmp_path)
+    database = sqlite3.connect(tmp_path / "memory.sqlite", isolation_level=None)
+    database.execute("CREATE TABLE log (position INTEGER)")
+    for event in ("INSERT", "UPDATE"):
+        body = "INSERT INTO log VALUES (NEW.position)"
+        database.execute(f"CREATE TRIGGER on_{event} AFTER {event} ON entries BEGIN {body}; END")
+    grown = extend_graph(graph, longer(2))
+    save_graph(grown, tmp_path)
+    # e2 now shares the word "garden" with a new message, and so has an anchor; 6 and 7 are new.
+    assert [p for (p,) in database.execute("SELECT position FROM log")] == [2, 6, 7]
+    database.close()
+    assert load_graph(tmp_path, encoder).entries == grown.entries
+    later = [Message("z", "Bob", at(20), "dog")]
+    again = extend_graph(load_graph(tmp_path, encoder), later)
+    assert (again.entries, again.groups) == (extend_graph(grown, later).entries, extend_graph(grown, later).groups)
+
+
+def _append_for_ever(directory, written):
+    """Grow the memory by one message at a time and say so after each was saved; ends by being killed."""
+    encoder = WordEncoder()
+    graph = load_graph(directory, encoder)
+    waiting = longer(2000)[len(graph.messages) - len(MESSAGES) :]
+    os.write(written, b"r")
+    for message in waiting:
+        graph = extend_graph(graph, [message])
+        save_graph(graph, directory)
+        os.write(written, b".")
+
+
+def test_killed_at_random_moments_nothing_that_was_saved_is_lost(conversation, encoder, tmp_path):
+    config = BuildConfig(segment_messages=2, nearest=1, update_threshold=1.01)
+    save_graph(build_graph(conversation, encoder, config), tmp_path)
+    draw, acknowledged = random.Random(0), len(MESSAGES)
+    for _ in range(50):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:  # pragma: no cover - it is killed
+            try:
+                _append_for_ever(tmp_path, writing)
+            finally:
+                os._exit(1)
+        os.close(writing)
+        assert os.read(reading, 1) == b"r"
+        time.sleep(draw.uniform(0, 0.06))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        saved = len(os.read(reading, 1 << 16))
+        os.close(reading)
+        graph = load_graph(tmp_path, encoder)
+        acknowledged += saved
+        assert acknowledged <= len(graph.messages) <= acknowledged + 1  # one may be saved and not yet said
+        acknowledged = len(graph.messages)
+    whole = build_graph(
+        replace(conversation, messages=(*MESSAGES, *longer(acknowledged - len(MESSAGES)))), encoder, config
+    )
+    assert graph.entries == whole.entries and (graph.vectors == whole.vectors).all()
+    assert acknowledged > len(MESSAGES) + 5
+
+
+def test_killed_in_its_first_save_a_memory_is_absent_not_foreign(graph, encoder, tmp_path):
+    database = sqlite3.connect(tmp_path / "memory.sqlite")
+    database.execute("PRAGMA journal_mode = WAL")
+    database.close()
+    with pytest.raises(StoreError, match="Build one with"):
+        load_graph(tmp_path, encoder)
+    save_graph(graph, tmp_path)
+    assert load_graph(tmp_path, encoder).entries == graph.entries
+
+
+def test_readers_beside_a_writer_see_one_state_or_the_other(graph, encoder, tmp_path):
+    save_graph(graph, tmp_path)
+    stop, seen, faults = threading.Event(), set(), []
+
+    def read():
+        while not stop.is_set():
+            try:
+                found = load_graph(tmp_path, encoder)
+                assert len(found.entries) == len(found.messages)  # one each in this conversation
+                seen.add(len(found.entries))
+            except Exception as error:  # reported by the test itself
+                faults.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    growing = graph
+    for message in longer(40):
+        growing = extend_graph(growing, [message])
+        save_graph(growing, tmp_path)
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert faults == [] and len(seen) > 1
+
+
+def test_a_disk_that_is_full_leaves_what_was_there(graph, encoder, tmp_path, monkeypatch):
+    save_graph(graph, tmp_path)
+
+    def full(database, graph):
+        database.execute("DELETE FROM entries")
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr("cuewalk.memory.store._write", full)
+    with pytest.raises(StoreError, match="disk is full.*what it held before is whole"):
+        save_graph(graph, tmp_path)
+    assert load_graph(tmp_path, encoder).entries == graph.entries
+
+
+def test_an_index_that_is_not_flat_is_kept_beside_its_memory_and_made_anew_when_stale(conversation, encoder, tmp_path):
+    config = BuildConfig(segment_messages=2, update_threshold=1.01, index="HNSW8")
+    built = build_graph(conversation, encoder, config)
+    save_graph(built, tmp_path)
+    graph = load_graph(tmp_path, encoder)
+    assert [hit.entry for hit in graph.search("dog", 2)] == ["e0", "e5"]
+    (kept,) = tmp_path.glob("*.faiss")
+    stamp = kept.stat().st_mtime_ns
+    assert load_graph(tmp_path, encoder).search("dog", 2) == graph.search("dog", 2)
+    assert kept.stat().st_mtime_ns == stamp  # read, not built again
+    grown = extend_graph(graph, longer(1))
+    save_graph(grown, tmp_path)
+    assert "e6" in {hit.entry for hit in load_graph(tmp_path, encoder).search("dog garden", 7)}
+    (other,) = tmp_path.glob("*.faiss")
+    assert other != kept
+    with pytest.raises(ValueError, match="memory.index = 'Nonsense' is no FAISS factory string"):
+        build_graph(conversation, encoder, replace(config, index="Nonsense")).search("dog", 1)

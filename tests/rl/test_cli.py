@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 SMALL = {
     "dtype": "float32",
-    "data": {"source": "synthetic", "conversations": [1, 1, 1], "messages": 80},
+    "data": {"source": "synthetic", "conversations": [1, 1, 1]},
     "env": {"k": 2, "frontier_cap": 4, "new_lines": 1, "budget": 2, "value_words": 6, "abstraction_words": 4},
     "warm_start": {"rows": 4, "k": [2]},
     "sampling": {"max_action_tokens": 8, "replacements": 0},
@@ -62,7 +62,7 @@ def test_build_says_what_is_in_the_memories_and_does_not_build_twice(tmp_path, t
         ({"model": "smolm"}, "unknown model 'smolm'"),
         ({"data": {"source": "json", "path": "nowhere.json"}}, "no data at nowhere.json"),
         ({"data": {"source": "json"}}, "data.path is not set"),
-        ({"data": {"source": "synthetic", "messages": 10}}, "config: data: messages = 10: must be at least"),
+        ({"data": {"source": "synthetic", "conversations": [99, 1, 1]}}, "config: data: 99 conversations for train"),
         ({"data": {"source": "locomo", "split": "mine", "path": "nowhere"}}, "config: data: unknown split 'mine'"),
         ({"warm_start": {"rows": 9999}}, "only"),
         ({"grpo": {"per_device_train_batch_size": 800}}, "training questions, but one step takes 100"),

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from cuewalk.env import EnvConfig
+from cuewalk.env.render import RENDERER
 from cuewalk.memory.models import load_language_model
 from cuewalk.rl import Config, ExportError, Retriever, export_policy
+from cuewalk.rl.export import GRAMMAR
 from cuewalk.rl.run import open_run
 from cuewalk.rl.train import new_adapter
 
@@ -83,13 +85,13 @@ def test_another_base_is_refused(run, tmp_path, tiny_model):
         Retriever.from_pretrained(out, base=str(tmp_path / "other"))
 
 
-@pytest.mark.parametrize("key", ["grammar", "renderer"])
-def test_another_language_is_refused(run, tmp_path, key):
+@pytest.mark.parametrize(("key", "ours"), [("grammar", GRAMMAR), ("renderer", RENDERER)])
+def test_another_language_is_refused(run, tmp_path, key, ours):
     path, _ = run
     out = export_policy(path, tmp_path / "policy", merged=False)
     policy = json.loads((out / "policy.json").read_text())
     (out / "policy.json").write_text(json.dumps(policy | {key: "0"}))
-    with pytest.raises(ExportError, match=f"speaks {key} '0', this version of cuewalk '1'"):
+    with pytest.raises(ExportError, match=f"speaks {key} '0', this version of cuewalk '{ours}'"):
         Retriever.from_pretrained(out)
 
 

@@ -140,7 +140,7 @@ def test_a_walk_keeps_sampled_ids_and_masks_observations(model, chat, graph, que
     rules = EnvConfig(k=1, budget=3, frontier_cap=3, new_lines=1)
     envs = [[RetrievalEnv(graph, question, rules) for _ in range(3)]]
     sampler = TransformersSampler(model, chat.end, 24, 1.0, torch.Generator().manual_seed(0))
-    ((*rows,),) = walk(envs, sampler, chat, seeds=[7], shuffle_labels=True, max_tokens=2048, grammar_tokens=24)
+    ((*rows,),) = walk(envs, sampler, chat, seeds=[7], max_tokens=2048, grammar_tokens=24)
     assert len({tuple(row.prompt) for row in rows}) == 1  # one state, one prompt
     for row, env in zip(rows, envs[0], strict=True):
         assert len(row.completion) == len(row.mask) == len(row.logps)
@@ -159,7 +159,7 @@ def test_a_walk_keeps_sampled_ids_and_masks_observations(model, chat, graph, que
 def test_a_transcript_that_is_too_long_says_what_to_lower(model, chat, graph, question):
     sampler = TransformersSampler(model, chat.end, 24, temperature=0)
     with pytest.raises(TranscriptError, match="more than sampling.max_tokens = 50; lower env.frontier_cap"):
-        walk([[RetrievalEnv(graph, question)]], sampler, chat, seeds=[0], shuffle_labels=False, max_tokens=50)
+        walk([[RetrievalEnv(graph, question)]], sampler, chat, max_tokens=50)
 
 
 @pytest.mark.slow

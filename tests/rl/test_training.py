@@ -15,7 +15,7 @@ from cuewalk.judges import JudgeConfig, JudgeError, TrajectoryJudge, Verdict
 from cuewalk.rl import Config
 from cuewalk.rl.config import SamplingConfig, WarmStartConfig
 from cuewalk.rl.grpo import Group, Rollouts, WalkTrainer, summarise, train_grpo
-from cuewalk.rl.oracle import oracle_action, oracle_picks
+from cuewalk.rl.oracle import oracle_action
 from cuewalk.rl.rollout import Row
 from cuewalk.rl.train import new_adapter
 from cuewalk.rl.warm_start import _filled, _targets, collate, set_logps, teach_rows, warm_start
@@ -175,7 +175,7 @@ def test_the_cause_of_death_is_told(config, tasks, graph, chat):
             env.reset(seed=0)
             for action in actions:
                 env.step(action)
-            rows.append(Row([], trajectory=env.trajectory()))
+            rows.append(Row(env, []))
         return Group(question, rows, [Verdict(0.0, {}, "")] * len(rows))
 
     dog = tasks.questions[0]
@@ -183,7 +183,7 @@ def test_the_cause_of_death_is_told(config, tasks, graph, chat):
     assert source.cause(group(dog, ["x", "y"], ["x", "z"])) == "all_malformed"
     assert source.cause(group(tasks.questions[2], ["STOP"], ["EXPAND A", "STOP"])) == "solved_at_start"
     useless = group(tasks.questions[1], ["EXPAND B", "STOP"], ["STOP"])
-    found = {s for row in useless.rows for e in row.finished.added for s in graph.entries[e].sources}
+    found = {s for row in useless.rows for e in row.trajectory.added for s in graph.entries[e].sources}
     expected = "equal_rewards" if found & {"m3", "m6"} else "nothing_reachable"
     assert source.cause(useless) == expected
     parts = summarise([useless], Counter(["nothing_reachable"]), 1)
@@ -251,12 +251,12 @@ def test_the_oracle_takes_the_fewest_candidates_that_hold_missing_gold(graph, qu
     env = RetrievalEnv(graph, question, RULES)
     env.reset(seed=0)
     by_entry = {link.entry: label for label, link in env.state.frontier}
-    assert oracle_picks(env.state, graph, Gold("", ("m1", "m2"), 4), RULES) == [by_entry["e1"]]
-    assert oracle_action(env.state, graph, Gold("", ("m1",), 4), RULES) == Stop()  # complete at the start
+    assert oracle_action(env, Gold("", ("m1", "m2"), 4)) == Expand((by_entry["e1"],))
+    assert oracle_action(env, Gold("", ("m1",), 4)) == Stop()  # complete at the start
     out_of_reach = ({f"m{i}" for i in range(1, 7)} - {"m1"} - {graph.entries[e].sources[0] for e in by_entry}).pop()
-    assert oracle_action(env.state, graph, Gold("", (out_of_reach,), 4), RULES) == Stop()
+    assert oracle_action(env, Gold("", (out_of_reach,), 4)) == Stop()
     both = Gold("", tuple(graph.entries[e].sources[0] for e in list(by_entry)[:2]), 4)
-    assert len(oracle_picks(env.state, graph, both, RULES)) == 2
+    assert len(oracle_action(env, both).labels) == 2
 
 
 def test_any_order_of_the_gold_letters_is_a_target(chat):

@@ -1,4 +1,8 @@
-"""Synthetic conversations of two people over many sessions, with questions and gold evidence; own words only.
+"""Make env/synthetic.json: conversations of two people over many sessions, with questions and gold evidence.
+
+    python scripts/make_synthetic.py            # writes the file that the demo and the tests use
+
+Own words only.
 
 A conversation is made of short threads between small talk. In most, one person asks about a topic ("how is
 the pottery thing going?") and the other's reply tells a fact in other words than the question about it will
@@ -7,8 +11,8 @@ beside it or shares a name with it. Some facts are told unasked after naming the
 finds; some in passing, which search and one hop often miss. Both people tell about the same topics, so each
 one's facts distract from the other's.
 
-Names, topics, values and templates are in `synthetic.json`, apart for each split. The shares below were set
-by measuring search and frontier on all splits (`tests/env/test_synthetic.py` holds the ranges).
+Names, topics, values and templates are in `synthetic_words.json`, apart for each split. The shares below were set
+by measuring search and frontier on all splits (`tests/test_synthetic.py` holds the ranges).
 """
 
 import json
@@ -19,14 +23,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from cuewalk.env.records import Gold, Question, Tasks
-from cuewalk.memory.build import format_date
-from cuewalk.memory.records import Conversation, Message
+from cuewalk.memory.records import Conversation, Message, format_date
 
+HERE = Path(__file__).parent
 SPLITS = ("train", "val", "test")
+COUNTS = (24, 4, 8)  # conversations of each split in the file
 MULTI_HOP, TEMPORAL, OPEN_DOMAIN, SINGLE_HOP, UPDATE = 1, 2, 3, 4, 6
 
 MIN_MESSAGES = 75
@@ -115,8 +120,7 @@ def generate(split: str, *, conversations: int, seed: int, messages: int = 135) 
 @cache
 def load_words() -> Mapping[str, Words]:
     """Return the word lists and templates of every split."""
-    text = files("cuewalk.env").joinpath("synthetic.json").read_text(encoding="utf-8")
-    words: Mapping[str, Words] = json.loads(text)
+    words: Mapping[str, Words] = json.loads((HERE / "synthetic_words.json").read_text(encoding="utf-8"))
     return words
 
 
@@ -414,3 +418,41 @@ def _insert_chat(draft: _Draft, lines: list[_Line]) -> None:
     speaker = 1 - lines[place - 1].speaker
     remark, answer = _exchange(draft, "chat", speaker)
     lines[place:place] = [_small_talk(draft, speaker, remark), _small_talk(draft, 1 - speaker, answer)]
+
+
+def as_json(tasks: Tasks, split: str) -> list[str]:
+    """Return each conversation in the format for people's own data, one message and one question a line."""
+    texts = []
+    for id_, conversation in tasks.conversations.items():
+        messages = [
+            {"id": m.id, "speaker": m.speaker, "time": m.time.isoformat(timespec="minutes"), "text": m.text}
+            for m in conversation.messages
+        ]
+        questions = []
+        for question in tasks.questions:
+            if question.conversation_id == id_:
+                gold = tasks.gold[question.id]
+                number = question.id.rsplit("-", 1)[1]
+                questions.append({"id": number, "text": question.text, "answer": gold.answer,
+                                  "evidence": gold.evidence, "category": gold.category})  # fmt: skip
+        rows = {key: ",\n".join(map(json.dumps, value)) for key, value in (("m", messages), ("q", questions))}
+        texts.append(
+            f'{{"id": "{id_}", "split": "{split}",\n"messages": [\n{rows["m"]}],\n"questions": [\n{rows["q"]}]}}'
+        )
+    return texts
+
+
+def main() -> None:
+    """Write the file."""
+    parts = [
+        text
+        for split, count in zip(SPLITS, COUNTS, strict=True)
+        for text in as_json(generate(split, conversations=count, seed=0), split)
+    ]
+    path = HERE.parent / "env" / "synthetic.json"
+    path.write_text('{"conversations": [\n' + ",\n".join(parts) + "]}\n", encoding="utf-8")
+    print(f"{path}: {len(parts)} conversations")
+
+
+if __name__ == "__main__":
+    main()

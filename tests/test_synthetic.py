@@ -1,17 +1,28 @@
 import itertools
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
 from cuewalk.env.records import Question, Tasks
-from cuewalk.env.synthetic import SPLITS, generate, load_words
+from cuewalk.env.tasks import load_synthetic
 from cuewalk.memory import LINK_KINDS, MemoryGraph, SentenceEncoder, build_graph
 from cuewalk.memory.records import Message
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = spec_from_file_location("make_synthetic", ROOT / "scripts" / "make_synthetic.py")
+assert SCRIPT is not None and SCRIPT.loader is not None
+maker = module_from_spec(SCRIPT)
+sys.modules["make_synthetic"] = maker  # dataclasses look their module up
+SCRIPT.loader.exec_module(maker)
+SPLITS, generate, load_words = maker.SPLITS, maker.generate, maker.load_words
 
 MANY = 20
 SEEDS = (0, 1, 2)
@@ -272,3 +283,18 @@ def test_search_is_imperfect_one_hop_helps_and_some_stays_unreachable(split: str
     assert oracle >= 0.85
     assert blind - first < 0.5 * (oracle - first)
     assert 0.15 <= unreachable <= 0.25
+
+
+@pytest.mark.parametrize(("split", "count"), list(zip(SPLITS, maker.COUNTS, strict=True)))
+def test_the_embedded_file_is_what_the_script_makes(split: str, count: int) -> None:
+    made = generate(split, conversations=count, seed=0)
+    loaded = load_synthetic(split, count)
+    assert loaded.conversations == made.conversations
+    assert [q.text for q in loaded.questions] == [q.text for q in made.questions]
+    assert list(loaded.gold.values()) == list(made.gold.values())
+    assert list(load_synthetic(split, 1).conversations) == list(made.conversations)[:1]
+
+
+def test_more_than_the_file_holds_is_refused() -> None:
+    with pytest.raises(ValueError, match="9 conversations for test: the synthetic data has 8"):
+        load_synthetic("test", 9)

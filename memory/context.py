@@ -1,0 +1,66 @@
+"""What a reader gets to see of the entries found: Memora's four context forms."""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from cuewalk.memory.graph import MemoryGraph
+from cuewalk.memory.records import Segment, say
+
+Form = Literal["segment+entries", "segment", "summary+entries", "entries"]
+FORMS: tuple[Form, ...] = get_args(Form)
+
+
+def render_context(graph: MemoryGraph, entries: Sequence[str], form: Form = "entries") -> str:
+    """Return the text for a reader; entries of the same segments stand together, in order of first appearance.
+
+    A message that stands in a segment is not repeated: an entry that is its messages word for word then shows its
+    abstraction alone.
+
+    Args:
+        graph: Holds the entries.
+        entries: Entry ids.
+        form: `segment+entries` (raw segments, then what the entries say), `segment`, `summary+entries`, `entries`.
+
+    Raises:
+        ValueError: If the form is unknown.
+    """
+    if form not in FORMS:
+        raise ValueError(f"context form {form!r}; choose from {', '.join(FORMS)}")
+    clusters: dict[tuple[str, ...], list[str]] = {}
+    for id_ in entries:
+        clusters.setdefault(graph.entries[id_].segments, []).append(id_)
+    segments = {segment.id: segment for segment in graph.segments}
+    lines: list[str] = []
+    shown: set[str] = set()
+    for ids, members in clusters.items():
+        new = [segments[id_] for id_ in ids if id_ not in shown]
+        if form != "entries":
+            shown |= set(ids)
+        if form in ("segment", "segment+entries"):
+            lines += [say(graph.messages[message]).line for segment in new for message in segment.messages]
+        elif form == "summary+entries":
+            lines += [segment_summary(graph, segment) for segment in new]
+        if form != "segment":
+            for member in members:
+                entry = graph.entries[member]
+                told = set("\n".join(lines).splitlines()) if form == "segment+entries" else set()
+                rest = [line for line in entry.value.splitlines() if line not in told]
+                lines += [f"- {line}" for line in rest or [entry.abstraction]]
+    return "\n".join(lines)
+
+
+def context_sources(graph: MemoryGraph, entries: Sequence[str], form: Form = "entries") -> set[str]:
+    """Return the ids of the messages that a context tells of: cited by entries shown, or in segments shown raw."""
+    segments = {segment.id: segment for segment in graph.segments}
+    told: set[str] = set()
+    for entry in (graph.entries[id_] for id_ in entries):
+        if form != "segment":
+            told |= set(entry.sources)
+        if form in ("segment", "segment+entries"):
+            told |= {message for id_ in entry.segments for message in segments[id_].messages}
+    return told
+
+
+def segment_summary(graph: MemoryGraph, segment: Segment) -> str:
+    """Return a segment's extracted episodic memory; offline, where there is none, its entries' abstractions."""
+    return segment.summary or "; ".join(graph.entries[entry].abstraction for entry in graph.by_segment[segment.id])
