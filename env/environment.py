@@ -1,17 +1,17 @@
 """`RetrievalEnv`: one trajectory over one memory graph for one question, as a Gymnasium environment."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
 import numpy as np
 
-from cuewalk.env.actions import LABELS, parse_action
+from cuewalk.env.actions import LABELS, MAX_EXPAND, Refine, parse_action
 from cuewalk.env.records import Question
 from cuewalk.env.render import first_observation, next_observation
 from cuewalk.env.state import Change, Ending, EnvConfig, State, apply, first_state
-from cuewalk.memory import MemoryGraph
+from cuewalk.memory import Encoder, MemoryGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +26,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished run of the environment, all that a judge needs besides graph and gold.
+    """One finished run of the environment, all that a judge needs besides graph and gold."""
 
-    Attributes:
-        question: What was asked.
-        first: W_0, the free first search.
-        steps: In order.
-        working: W as it ended, in order of entry.
-        ending: How it ended.
-        budget: B it started with.
-    """
-
-    question: Question
-    first: tuple[str, ...]
-    steps: tuple[Step, ...]
-    working: tuple[str, ...]
-    ending: Ending
-    budget: int
+    question: Question  #: What was asked.
+    first: tuple[str, ...]  #: W_0, the free first search.
+    steps: tuple[Step, ...]  #: In order.
+    working: tuple[str, ...]  #: W as it ended, in order of entry.
+    ending: Ending  #: How it ended.
+    budget: int  #: B it started with.
 
     @property
     def added(self) -> tuple[str, ...]:
@@ -86,36 +77,17 @@ class TextSpace(gymnasium.Space[str]):
 class RetrievalEnv(gymnasium.Env[str, str]):
     """Walk a memory graph: gather what answers the question, under a budget.
 
-    Description:
-        Memora's retrieval process (section 4.1, Algorithm 1): state (q, W, F, b), see `State`. Reset runs the
+    Description: Memora's retrieval process (section 4.1, Algorithm 1): state (q, W, F, b), see `State`. Reset runs the
         free first search. The same class with the same renderer is used to train, evaluate and serve.
-
-    Action space:
-        Text, one line: `EXPAND H T` (1-4 letters of candidates, best first), `REFINE <query>`, `STOP`. Anything
-        else is a bad action: it gets a one-line error, costs `bad_cost` and is counted under its reason.
-
-    Observation space:
-        Text. The first shows question, W, F and budget, each later one only what is new.
-
-    Rewards:
-        0 while it goes on; at the end `score(trajectory)`, or 0 without one.
-
-    Episode end:
-        `terminated` with `info["ending"]` `stopped` (by choice), `budget` (nothing left, or a legal action was
+    Action space: Text, one line: `EXPAND H T` (1-4 letters of candidates, best first), `REFINE <query>`, `STOP`.
+        Anything else is a bad action: it gets a one-line error, costs `bad_cost` and is counted under its reason.
+    Observation space: Text. The first shows question, W, F and budget, each later one only what is new.
+    Rewards: 0 while it goes on; at the end `score(trajectory)`, called once, or 0 without one.
+    Episode end: `terminated` with `info["ending"]` `stopped` (by choice), `budget` (nothing left, or a legal action was
         dearer than what is left) or `malformed` (two bad actions in a row). The budget is part of the state, so
         `truncated` is always False.
-
-    Information:
-        `budget`, `working` (entry ids), `bad` (reason or None), `ending` (None until the end).
-
-    Args:
-        graph: Whose memory is walked.
-        question: What is asked.
-        config: The rules.
-        score: Called once with the finished trajectory.
-
-    Version history:
-        v0: first.
+    Information: `budget`, `working` (entry ids), `bad` (reason or None), `ending` (None until the end).
+    Version history: v0, first.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
@@ -147,6 +119,11 @@ class RetrievalEnv(gymnasium.Env[str, str]):
             raise RuntimeError("call reset() before step()")
         return self._state
 
+    @property
+    def affordable(self) -> int:
+        """Return how many candidates one expansion may name now: at most `MAX_EXPAND`, and what the budget pays."""
+        return min(MAX_EXPAND, self.state.budget // self.config.expand_cost)
+
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Start over.
 
@@ -165,11 +142,9 @@ class RetrievalEnv(gymnasium.Env[str, str]):
         return observation, self._info(None)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Take one action, given as text.
+        """Take one action, given as text: a TypeError if it is none.
 
-        Raises:
-            RuntimeError: If the environment was not reset, or the trajectory has ended.
-            TypeError: If the action is no text.
+        A RuntimeError if the environment was not reset, or the trajectory has ended.
         """
         if not isinstance(action, str):
             raise TypeError(f"an action is text such as 'EXPAND A', got {type(action).__name__} {action!r}")
@@ -194,3 +169,14 @@ class RetrievalEnv(gymnasium.Env[str, str]):
 
     def _info(self, bad: str | None) -> dict[str, Any]:
         return {"budget": self.state.budget, "working": self.state.working, "bad": bad, "ending": self.state.ending}
+
+
+def step_together(envs: Sequence[RetrievalEnv], actions: Sequence[str]) -> list[tuple[str, float, bool, bool, Any]]:
+    """Step many environments, one action each; the queries among them are encoded in one call an encoder."""
+    queries: dict[int, tuple[Encoder, list[str]]] = {}
+    for env, action in zip(envs, actions, strict=True):
+        if isinstance(parsed := parse_action(action), Refine):
+            queries.setdefault(id(env.graph.encoder), (env.graph.encoder, []))[1].append(parsed.query)
+    for encoder, texts in queries.values():
+        encoder.encode(texts)  # remembered until each environment searches
+    return [env.step(action) for env, action in zip(envs, actions, strict=True)]

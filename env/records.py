@@ -17,20 +17,14 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Gold:
-    """What only judges and the oracle see.
+    """What only judges and the oracle see."""
 
-    Attributes:
-        answer: The reference answer.
-        evidence: Ids of the messages that support it; empty where the data give none.
-        category: 1 multi-hop, 2 temporal, 3 open-domain, 4 single-hop, 6 knowledge-update (synthetic only);
-            LoCoMo's 5 (adversarial) is not loaded. Compare by number: names differ between papers.
-        clean: False where the errata mark the answer or the evidence wrong.
-    """
-
-    answer: str
-    evidence: tuple[str, ...]
+    answer: str  #: The reference answer.
+    evidence: tuple[str, ...]  #: Ids of the messages that support it; empty where the data give none.
+    #: 1 multi-hop, 2 temporal, 3 open-domain, 4 single-hop, 6 knowledge-update (synthetic only); LoCoMo's 5
+    #: (adversarial) is not loaded. Compare by number: names differ between papers.
     category: int
-    clean: bool = True
+    clean: bool = True  #: False where the errata mark the answer or the evidence wrong.
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ KIND_LETTERS = {
 }  # fmt: skip
 
 QUESTION_WORDS = 60
+SPEAKER_WORDS = 6  # documents speak under their headers
 MAX_WORD = 10
 """Characters a word may take on average, so that a text without spaces can't flood the transcript."""
 
@@ -72,7 +73,7 @@ def _read_lines(graph: MemoryGraph, entries: Iterable[str], config: EnvConfig) -
         entry = graph.entries[entry_id]
         date = f"{entry.time.day} {MONTHS[entry.time.month - 1][:3]} {entry.time:%y}"
         said = " / ".join(statement.text for statement in entry.statements if statement.until is None)
-        lines.append(f"- {plain(entry.speaker)} {date}: {_cut(said, config.value_words)}")
+        lines.append(f"- {_cut(entry.speaker, SPEAKER_WORDS)} {date}: {_cut(said, config.value_words)}")
     return lines
 
 

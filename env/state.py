@@ -4,6 +4,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
+import pydantic.dataclasses
+from pydantic import NonNegativeInt, PositiveInt
+
 from cuewalk.env.actions import LABELS, Action, Bad, Expand, Refine, Stop
 from cuewalk.memory import LINK_KINDS, Link, MemoryGraph
 from cuewalk.memory.hierarchy import select_backbone
@@ -17,42 +20,28 @@ class Ending(StrEnum):
     MALFORMED = "malformed"
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class EnvConfig:
-    """The rules. Training, evaluation and serving may differ in them; the class that follows them is one.
+    """The rules. Training, evaluation and serving may differ in them; the class that follows them is one."""
 
-    Attributes:
-        k: Entries of the free first search, W_0.
-        first: How they are found: `search` (the hybrid index) or `groups` (xMemory's stage I, filled up by search).
-        budget: B, what a trajectory may spend.
-        frontier_cap: Candidates shown at the start, |F_0|.
-        new_lines: Candidates added by one later step at most.
-        links: Link kinds that make candidates; `search` alone is the control `next_hits`. The default is what reached
-            most on validation conversations (docs/results/memory.md).
-        expand_cost: Of one entry.
-        refine_cost: Of one new query.
-        bad_cost: Of a bad action.
-        value_words: An entry's value is cut for the policy after so many words (a reader gets all of it).
-        abstraction_words: A candidate's abstraction is cut after so many words.
-    """
-
-    k: int = 5
+    k: PositiveInt = 5  #: Entries of the free first search, W_0.
+    #: How they are found: `search` (the hybrid index) or `groups` (xMemory's stage I, filled up by search).
     first: Literal["search", "groups"] = "search"
-    budget: int = 6
-    frontier_cap: int = 24
-    new_lines: int = 4
+    budget: NonNegativeInt = 6  #: B, what a trajectory may spend.
+    frontier_cap: NonNegativeInt = 24  #: Candidates shown at the start, |F_0|.
+    new_lines: NonNegativeInt = 4  #: Candidates added by one later step at most.
+    #: Link kinds that make candidates; `search` alone is the control `next_hits`. The default is what reached most on
+    #: validation conversations (docs/results/memory.md).
     links: tuple[str, ...] = ("segment", "adjacent", "anchor", "similar", "search")
-    expand_cost: int = 1
-    refine_cost: int = 1
-    bad_cost: int = 1
-    value_words: int = 20
-    abstraction_words: int = 8
+    expand_cost: PositiveInt = 1  #: Of one entry.
+    refine_cost: PositiveInt = 1  #: Of one new query.
+    bad_cost: PositiveInt = 1  #: Of a bad action.
+    value_words: PositiveInt = (
+        20  #: An entry's value is cut for the policy after so many words (a reader gets all of it).
+    )
+    abstraction_words: PositiveInt = 8  #: A candidate's abstraction is cut after so many words.
 
     def __post_init__(self) -> None:
-        positive = ("k", "expand_cost", "refine_cost", "bad_cost", "value_words", "abstraction_words")
-        for name in (*positive, "budget", "frontier_cap", "new_lines"):
-            if getattr(self, name) < (least := int(name in positive)):
-                raise ValueError(f"env.{name} = {getattr(self, name)}: must be at least {least}")
         if unknown := set(self.links) - set(LINK_KINDS):
             raise ValueError(f"env.links: unknown kinds {sorted(unknown)}; choose from {', '.join(LINK_KINDS)}")
         if self.most_labels > len(LABELS):
@@ -69,46 +58,28 @@ class EnvConfig:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where a trajectory stands.
+    """Where a trajectory stands."""
 
-    Attributes:
-        query: q, the current query.
-        working: W, entry ids in order of entry.
-        frontier: F, label -> candidate, in order of showing; labels taken are gone from it.
-        budget: b.
-        queries: Every query searched so far.
-        taken: Labels that were expanded.
-        shown: How many labels were given out (they are never reused).
-        bad_streak: Bad actions in a row.
-        ending: None while the trajectory goes on.
-    """
-
-    query: str
-    working: tuple[str, ...]
+    query: str  #: q, the current query.
+    working: tuple[str, ...]  #: W, entry ids in order of entry.
+    #: F, label -> candidate, in order of showing; labels taken are gone from it.
     frontier: tuple[tuple[str, Link], ...]
-    budget: int
-    queries: tuple[str, ...]
-    taken: frozenset[str] = frozenset()
-    shown: int = 0
-    bad_streak: int = 0
-    ending: Ending | None = None
+    budget: int  #: b.
+    queries: tuple[str, ...]  #: Every query searched so far.
+    taken: frozenset[str] = frozenset()  #: Labels that were expanded.
+    shown: int = 0  #: How many labels were given out (they are never reused).
+    bad_streak: int = 0  #: Bad actions in a row.
+    ending: Ending | None = None  #: None while the trajectory goes on.
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one step changed, all that an observation needs to tell.
+    """What one step changed, all that an observation needs to tell."""
 
-    Attributes:
-        added: Entries that came into W.
-        candidates: Lines that came into F, label and candidate.
-        cost: What was spent.
-        bad: Why the action was bad, one of `BAD_REASONS`, else None.
-    """
-
-    added: tuple[str, ...] = ()
-    candidates: tuple[tuple[str, Link], ...] = ()
-    cost: int = 0
-    bad: str | None = None
+    added: tuple[str, ...] = ()  #: Entries that came into W.
+    candidates: tuple[tuple[str, Link], ...] = ()  #: Lines that came into F, label and candidate.
+    cost: int = 0  #: What was spent.
+    bad: str | None = None  #: Why the action was bad, one of `BAD_REASONS`, else None.
 
 
 def first_state(graph: MemoryGraph, question: str, config: EnvConfig, labels: str = LABELS) -> State:
@@ -132,8 +103,7 @@ def apply(
     of 0 after any action. A bad action costs `bad_cost`, at most what is left; the second in a row ends the
     trajectory as `malformed`.
 
-    Raises:
-        ValueError: If the trajectory has ended.
+    A ValueError if the trajectory has ended.
     """
     if state.ending is not None:
         raise ValueError(f"the trajectory has ended ({state.ending}); call reset before another step")

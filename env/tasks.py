@@ -41,14 +41,12 @@ def load_locomo(path: str | Path, split: str, part: str, *, sha256: str | None =
         part: `train`, `val` or `test`.
         sha256: The file's pinned digest; None accepts any file of the format.
 
-    Raises:
-        DataError: If the file is missing, has another digest, is no JSON or lacks a conversation of the split.
-        ValueError: If split or part is unknown.
+    A DataError if the file is missing, has another digest, is no JSON or lacks a conversation of the split; a
+    ValueError if split or part is unknown.
     """
-    if split not in splits():
-        raise ValueError(f"unknown split {split!r}; choose from {', '.join(splits())}")
-    if part not in PARTS:
-        raise ValueError(f"unknown part {part!r}; choose from {', '.join(PARTS)}")
+    for what, given, known in (("split", split, splits()), ("part", part, PARTS)):
+        if given not in known:
+            raise ValueError(f"unknown {what} {given!r}; choose from {', '.join(known)}")
     path = Path(path)
     path = path / "locomo10.json" if path.is_dir() else path
     content = _read(path, "Get locomo10.json from the LoCoMo repository (see README, Data)", sha256)
@@ -64,21 +62,22 @@ def load_synthetic(part: str, conversations: int) -> Tasks:
     It was made by scripts/make_synthetic.py.
     """
     with as_file(files("cuewalk.env").joinpath("synthetic.json")) as path:
-        tasks = load_json(path, part)
-    kept = dict(list(tasks.conversations.items())[:conversations])
-    if not 1 <= conversations <= len(tasks.conversations):
-        raise ValueError(f"{conversations} conversations for {part}: the synthetic data has {len(tasks.conversations)}")
-    questions = tuple(question for question in tasks.questions if question.conversation_id in kept)
-    return Tasks(kept, questions, {question.id: tasks.gold[question.id] for question in questions})
+        tasks = _own_tasks(path, part)
+    if not 1 <= conversations <= len(tasks):
+        raise ValueError(f"{conversations} conversations for {part}: the synthetic data has {len(tasks)}")
+    return join_tasks(tasks[:conversations])
 
 
 def load_json(path: str | Path, part: str) -> Tasks:
     """Load one part of a user's own file (format in the README, section "Your own conversations").
 
-    Raises:
-        DataError: If the file is missing or does not have the format; the message names the place.
+    A DataError if the file is missing or does not have the format; the message names the place.
     """
-    path = Path(path)
+    return join_tasks(_own_tasks(Path(path), part))
+
+
+def _own_tasks(path: Path, part: str) -> list[Tasks]:
+    """Return the tasks of each conversation."""
     content = _read(path, "The format is in the README, section `Your own conversations`")
     if not isinstance(content, dict) or not isinstance(content.get("conversations"), list):
         raise DataError(f"{path}: the top level must be an object with a list `conversations`")
@@ -92,33 +91,25 @@ def load_json(path: str | Path, part: str) -> Tasks:
             raise DataError(f"{path}: conversations[{number}] is not of the format: {reason}") from error
     if not tasks:
         raise DataError(f"{path} has no conversation with split {part!r}; each needs one of {', '.join(PARTS)}")
-    return join_tasks(tasks)
+    return tasks
 
 
 def join_tasks(parts: Iterable[Tasks]) -> Tasks:
     """Unite tasks of different conversations; a DataError where a conversation or question id occurs twice."""
-    conversations: dict[str, Conversation] = {}
-    gold: dict[str, Gold] = {}
-    questions: list[Question] = []
+    whole = Tasks({}, (), {})
     for part in parts:
-        if twice := (conversations.keys() & part.conversations) or (gold.keys() & part.gold):
+        if twice := (whole.conversations.keys() & part.conversations) or (whole.gold.keys() & part.gold):
             raise DataError(f"ids occur twice: {sorted(twice)[:5]}; ids must be unique over the whole data set")
-        conversations |= part.conversations
-        gold |= part.gold
-        questions += part.questions
-    return Tasks(conversations, tuple(questions), gold)
+        conversations, gold = {**whole.conversations, **part.conversations}, {**whole.gold, **part.gold}
+        whole = Tasks(conversations, whole.questions + part.questions, gold)
+    return whole
 
 
 def select(tasks: Tasks, *, evidence: bool = False, clean: bool = False, ids: Iterable[str] | None = None) -> Tasks:
     """Keep the questions that have evidence, that the errata leave alone, or whose id is listed."""
-    wanted = None if ids is None else set(ids)
-    questions = tuple(
-        question
-        for question in tasks.questions
-        if (not evidence or tasks.gold[question.id].evidence)
-        and (not clean or tasks.gold[question.id].clean)
-        and (wanted is None or question.id in wanted)
-    )
+    kept = set(tasks.gold if ids is None else ids)
+    kept &= {id_ for id_, gold in tasks.gold.items() if (gold.evidence or not evidence) and (gold.clean or not clean)}
+    questions = tuple(question for question in tasks.questions if question.id in kept)
     return Tasks(tasks.conversations, questions, tasks.gold)
 
 

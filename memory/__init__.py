@@ -11,22 +11,6 @@ from cuewalk.memory.records import Conversation, Entry, Message, Note, Segment, 
 from cuewalk.memory.store import StoreError, load_graph, save_graph
 
 __all__ = [
-    "LINK_KINDS",
-    "BuildConfig",
-    "Conversation",
-    "Encoder",
-    "Entry",
-    "Filter",
-    "Link",
-    "MemoryGraph",
-    "Message",
-    "Note",
-    "Segment",
-    "SentenceEncoder",
-    "Statement",
-    "StoreError",
-    "build_graph",
-    "extend_graph",
-    "load_graph",
-    "save_graph",
-]
+    "LINK_KINDS", "BuildConfig", "Conversation", "Encoder", "Entry", "Filter", "Link", "MemoryGraph", "Message", "Note",
+    "Segment", "SentenceEncoder", "Statement", "StoreError", "build_graph", "extend_graph", "load_graph", "save_graph",
+]  # fmt: skip

@@ -13,13 +13,9 @@ FORMS: tuple[Form, ...] = get_args(Form)
 def render_context(graph: MemoryGraph, entries: Sequence[str], form: Form = "entries") -> str:
     """Return the text for a reader; entries of the same segments stand together, in order of first appearance.
 
+    The forms: `segment+entries` (raw segments, then what the entries say), `segment`, `summary+entries`, `entries`.
     A message that stands in a segment is not repeated: an entry that is its messages word for word then shows its
     abstraction alone.
-
-    Args:
-        graph: Holds the entries.
-        entries: Entry ids.
-        form: `segment+entries` (raw segments, then what the entries say), `segment`, `summary+entries`, `entries`.
 
     Raises:
         ValueError: If the form is unknown.
@@ -29,11 +25,10 @@ def render_context(graph: MemoryGraph, entries: Sequence[str], form: Form = "ent
     clusters: dict[tuple[str, ...], list[str]] = {}
     for id_ in entries:
         clusters.setdefault(graph.entries[id_].segments, []).append(id_)
-    segments = {segment.id: segment for segment in graph.segments}
     lines: list[str] = []
     shown: set[str] = set()
     for ids, members in clusters.items():
-        new = [segments[id_] for id_ in ids if id_ not in shown]
+        new = [graph.segment_by_id[id_] for id_ in ids if id_ not in shown]
         if form != "entries":
             shown |= set(ids)
         if form in ("segment", "segment+entries"):
@@ -51,13 +46,12 @@ def render_context(graph: MemoryGraph, entries: Sequence[str], form: Form = "ent
 
 def context_sources(graph: MemoryGraph, entries: Sequence[str], form: Form = "entries") -> set[str]:
     """Return the ids of the messages that a context tells of: cited by entries shown, or in segments shown raw."""
-    segments = {segment.id: segment for segment in graph.segments}
     told: set[str] = set()
     for entry in (graph.entries[id_] for id_ in entries):
         if form != "segment":
             told |= set(entry.sources)
         if form in ("segment", "segment+entries"):
-            told |= {message for id_ in entry.segments for message in segments[id_].messages}
+            told |= {message for id_ in entry.segments for message in graph.segment_by_id[id_].messages}
     return told
 
 

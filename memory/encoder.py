@@ -1,16 +1,17 @@
 """Text to unit vectors."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from sentence_transformers import SentenceTransformer
 
-from cuewalk.memory.models import ModelError, resolve_model
+from cuewalk.memory.models import ModelError, resolve_model, well_formed
 
 FloatArray = npt.NDArray[np.float32]
+REMEMBERED = 20_000
+"""Vectors kept for texts seen before: 30 MB of MiniLM's."""
 
 
 class Encoder(Protocol):
@@ -20,15 +21,12 @@ class Encoder(Protocol):
 
     def encode(self, texts: Sequence[str], *, progress: bool = False) -> FloatArray:
         """Return unit vectors of shape (len(texts), dimension)."""
-        ...
 
 
 class SentenceEncoder:
-    """A sentence-transformers model; texts it saw one at a time (queries) are remembered.
+    """A sentence-transformers model (`minilm`, a local path or a hub id), so many texts a forward pass.
 
-    Args:
-        name: `minilm`, a local path or a hub id.
-        batch_size: Texts a forward pass.
+    Texts that come a few at a time (queries) are remembered.
 
     Raises:
         ModelError: If the model can't be found or loaded.
@@ -41,24 +39,25 @@ class SentenceEncoder:
             self._model = SentenceTransformer(resolve_model(name))
         except OSError as error:
             raise ModelError(f"cannot load an encoder from {name!r}: {error}") from error
-        self._remember()
+        self._known: dict[str, FloatArray] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.batch_size)  # loaded again where it is unpickled
 
     def encode(self, texts: Sequence[str], *, progress: bool = False) -> FloatArray:
         """Return unit vectors of shape (len(texts), dimension)."""
-        return self._one(texts[0]) if len(texts) == 1 else self._batch(texts, progress)
-
-    def _remember(self) -> None:
-        self._one = lru_cache(maxsize=4096)(lambda text: self._batch([text], progress=False))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_one"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._remember()
+        if len(texts) > self.batch_size:
+            return self._batch(texts, progress)
+        if new := [text for text in dict.fromkeys(texts) if text not in self._known]:
+            if len(self._known) > REMEMBERED:
+                self._known.clear()
+                new = list(dict.fromkeys(texts))
+            self._known |= dict(zip(new, self._batch(new, progress), strict=True))
+        return np.stack([self._known[text] for text in texts])
 
     def _batch(self, texts: Sequence[str], progress: bool) -> FloatArray:
         vectors = self._model.encode(
-            list(texts), batch_size=self.batch_size, normalize_embeddings=True, show_progress_bar=progress
-        )
+            [well_formed(text) for text in texts],
+            batch_size=self.batch_size, normalize_embeddings=True, show_progress_bar=progress,
+        )  # fmt: skip
         return np.asarray(vectors, dtype=np.float32).reshape(len(texts), -1)

@@ -14,7 +14,8 @@ import diskcache
 import openai
 from pydantic import BaseModel, ValidationError
 
-from cuewalk.memory.models import cache_dir
+from cuewalk.memory.config import ModelConfig
+from cuewalk.memory.models import cache_dir, well_formed
 
 SHOWN = 1000
 """Characters of a bad reply that the model sees again when it is asked anew."""
@@ -32,25 +33,15 @@ class ReplyError(ValueError):
 
 @dataclass
 class Usage:
-    """What an endpoint was asked: every count is of this process, cached replies apart.
+    """What an endpoint was asked: every count is of this process, cached replies apart."""
 
-    Attributes:
-        calls: Requests that were answered.
-        cached: Replies taken from the disk cache.
-        prompt_tokens: As the endpoint counts them.
-        completion_tokens: Likewise.
-        rejected: Replies that failed validation.
-        prompt_words: Of the requests that were answered.
-        unwritten_words: That their replies stood for without writing them.
-    """
-
-    calls: int = 0
-    cached: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    rejected: int = 0
-    prompt_words: int = 0
-    unwritten_words: int = 0
+    calls: int = 0  # requests that were answered
+    cached: int = 0  # replies taken from the disk cache
+    prompt_tokens: int = 0  # as the endpoint counts them
+    completion_tokens: int = 0  # likewise
+    rejected: int = 0  # replies that failed validation
+    prompt_words: int = 0  # of the requests that were answered
+    unwritten_words: int = 0  # that their replies stood for without writing them
 
 
 def fill(template: str, **values: str) -> str:
@@ -76,7 +67,7 @@ def data_line(**fields: Any) -> str:
     The brackets that special tokens are made of (`<|im_end|>`, `</s>`, `[INST]`) are written as JSON escapes: an
     endpoint's tokenizer finds none, a model reads them all the same.
     """
-    text = json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace").decode()
+    text = well_formed(json.dumps(fields, ensure_ascii=False))
     head, *rest = re.split(r"([<>\[\]|\u2028\u2029\x85])", text)
     return head + "".join(f"\\u{ord(part):04x}" if n % 2 == 0 else part for n, part in enumerate(rest))
 
@@ -84,32 +75,14 @@ def data_line(**fields: Any) -> str:
 class Endpoint:
     """One model behind one endpoint. Safe to call from several threads.
 
-    Args:
-        base_url: Such as `http://localhost:8000/v1`.
-        model: Its name there.
-        timeout: Seconds a request may take.
-        attempts: How often a question is asked before a reply that fails validation is given up.
-        max_tokens: Of a reply.
-        cache: Folder of the replies, by the digest of everything they depend on; the user's cache where None.
+    Replies are kept in the folder `cache` (the user's cache where None), by the digest of all that they depend on.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        *,
-        timeout: float = 120.0,
-        attempts: int = 3,
-        max_tokens: int = 2048,
-        cache: str | Path | None = None,
-    ) -> None:
-        self.model = model
-        self.base_url = base_url
+    def __init__(self, config: ModelConfig, cache: str | Path | None = None) -> None:
+        self.config = config
         self.usage = Usage()
-        self._attempts = attempts
-        self._max_tokens = max_tokens
         key = os.environ.get("OPENAI_API_KEY") or "none"  # a local server wants no key, but the client does
-        self._client = openai.OpenAI(base_url=base_url, api_key=key, timeout=timeout, max_retries=3)
+        self._client = openai.OpenAI(base_url=config.base_url, api_key=key, timeout=config.timeout, max_retries=3)
         # JSONDisk: no pickle is ever read from the folder.
         self._cache = diskcache.Cache(str(cache or cache_dir() / "replies"), disk=diskcache.JSONDisk)
         self._lock = Lock()
@@ -117,11 +90,11 @@ class Endpoint:
     def ask(
         self, prompt: str, schema: type[Reply], check: Callable[[Reply], None] | None = None, unwritten: int = 0
     ) -> Reply:
-        """Ask for a reply of this schema; one that fails is told why and asked again.
+        """Ask for a reply of this schema, which the endpoint is told; a bad one is told why it is, and asked for again.
 
         Args:
             prompt: The whole prompt; untrusted text in it through `fill`.
-            schema: A pydantic model; the endpoint is asked to obey its JSON schema.
+            schema: A pydantic model.
             check: Raises ValueError, in words that help the model, on a reply that obeys the schema but is wrong.
             unwritten: Words that the reply stands for (offsets instead of text); counted in `usage`.
 
@@ -131,7 +104,7 @@ class Endpoint:
         """
         messages: list[dict[str, str]] = [{"role": "user", "content": prompt}]
         reason = ""
-        for attempt in range(self._attempts):
+        for attempt in range(self.config.attempts):
             try:
                 text = self._complete(messages, schema, unwritten)
             except EndpointError as error:
@@ -154,16 +127,15 @@ class Endpoint:
                 {"role": "user", "content": f"That reply is not valid: {reason}. Reply again, as JSON."},
             ]
         raise ReplyError(
-            f"{self.model} at {self.base_url}: no valid reply in {self._attempts} attempts; last: {reason}"
+            f"{self.config.model} at {self.config.base_url}: no valid reply in {self.config.attempts} attempts; "
+            f"last: {reason}"
         )
 
     def _complete(self, messages: list[dict[str, str]], schema: type[BaseModel], unwritten: int) -> str:
         """Return a reply's text, from the cache if this very question was answered before."""
-        form = {
-            "type": "json_schema",
-            "json_schema": {"name": schema.__name__, "schema": _strict(schema), "strict": True},
-        }
-        asked = [self.base_url, self.model, self._max_tokens, form, messages]
+        named = {"name": schema.__name__, "schema": _strict(schema), "strict": True}
+        form = {"type": "json_schema", "json_schema": named}
+        asked = [self.config.base_url, self.config.model, self.config.max_tokens, form, messages]
         digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
         if (known := self._cache.get(digest)) is not None:
             with self._lock:
@@ -171,17 +143,17 @@ class Endpoint:
             return str(known)
         try:
             done: Any = self._client.chat.completions.create(  # type: ignore[call-overload]
-                model=self.model,
+                model=self.config.model,
                 messages=messages,
                 response_format=form,
                 temperature=0,
                 seed=42,
-                max_tokens=self._max_tokens,
+                max_tokens=self.config.max_tokens,
             )
         except openai.OpenAIError as error:
             raise EndpointError(
-                f"cannot ask {self.model!r} at {self.base_url}: {error}. Is the server up, and does it serve that "
-                f"model? What was answered so far is cached: start again to go on"
+                f"cannot ask {self.config.model!r} at {self.config.base_url}: {error}. Is the server up, and does it "
+                f"serve that model? What was answered so far is cached: start again to go on"
             ) from error
         text = done.choices[0].message.content or ""
         with self._lock:

@@ -1,16 +1,15 @@
 """Construction with a model (Memora section 3): segments, facts, updates and cue anchors asked of an endpoint."""
 
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from importlib.resources import files
 from threading import Lock
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, create_model
-from tqdm import tqdm
+from tqdm.contrib.concurrent import thread_map
 
-from cuewalk.memory.build import Candidate, OfflineExtractor, Update
+from cuewalk.memory.build import Candidate, Extracted, OfflineExtractor, Update
 from cuewalk.memory.config import BuildConfig
 from cuewalk.memory.endpoint import Endpoint, ReplyError, data_line, fill
 from cuewalk.memory.records import Conversation, Entry, Message, Segment, Statement, say
@@ -23,6 +22,7 @@ MOST_SOURCES = 4
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Check = Callable[[Any], None]
 
 
 def _numbers(below: int, most: int) -> Any:
@@ -33,11 +33,8 @@ def _numbers(below: int, most: int) -> Any:
 class LLMExtractor:
     """Asks a model; what it can't answer validly, the offline extractor answers, and it is counted.
 
-    Every reply is cached by content: a build that was killed goes on where it was, and asks nothing twice.
-
-    Args:
-        config: `config.llm` says which endpoint.
-        endpoint: Instead of the one that `config.llm` names.
+    Every reply is cached by content: a build that was killed goes on where it was, and asks nothing twice. An endpoint
+    that is given is asked instead of the one that `config.llm` names.
 
     Raises:
         EndpointError: From any step, if the endpoint can't be asked.
@@ -45,10 +42,7 @@ class LLMExtractor:
 
     def __init__(self, config: BuildConfig, endpoint: Endpoint | None = None) -> None:
         self.config = config
-        llm = config.llm
-        self.endpoint = endpoint or Endpoint(
-            llm.base_url, llm.model, timeout=llm.timeout, attempts=llm.attempts, max_tokens=llm.max_tokens
-        )
+        self.endpoint = endpoint or Endpoint(config.llm)
         self.offline = OfflineExtractor(replace(config, notes=False, unit="message"))
         self.fallbacks = {"segment": 0, "extract": 0, "choose": 0, "anchors": 0}
         self._lock = Lock()
@@ -82,21 +76,17 @@ class LLMExtractor:
                 if reply.starts != sorted(set(reply.starts)) or reply.starts[0] != 0:
                     raise ValueError("starts must increase, beginning with 0")
 
-            try:
-                starts = self._ask("segment", schema, check, _count_words(block), messages=_lines(block)).starts
-            except ReplyError:
-                self._fell_back("segment")
+            reply = self._ask("segment", "segment", schema, check, _count_words(block), messages=_lines(block))
+            if reply is None:
                 alone = replace(later, messages=tuple(block))
                 return [segment.messages for segment in self.offline.segment(alone)]
-            ends = [*starts[1:], len(block)]
-            return [tuple(m.id for m in block[a:b]) for a, b in zip(starts, ends, strict=True)]
+            ends = [*reply.starts[1:], len(block)]
+            return [tuple(m.id for m in block[a:b]) for a, b in zip(reply.starts, ends, strict=True)]
 
         found = [ids for cuts in self._each("segments", cut, blocks) for ids in cuts]
         return [*done, *(Segment(f"s{i}", i, ids) for i, ids in enumerate(found, start=len(done)))]
 
-    def extract(
-        self, conversation: Conversation, segments: Sequence[Segment], fresh: Collection[str]
-    ) -> tuple[list[Segment], list[list[Candidate]]]:
+    def extract(self, conversation: Conversation, segments: Sequence[Segment], fresh: Collection[str]) -> Extracted:
         """Return the segments, with summaries if they are asked for, and each one's facts.
 
         A message that no fact cites becomes a candidate as it is, so that none is lost.
@@ -107,21 +97,18 @@ class LLMExtractor:
             said = [messages[id_] for id_ in segment.messages if id_ in fresh]
             if not said:
                 return segment, []
-            try:
-                summary, facts = self._facts(said)
-            except ReplyError:
-                self._fell_back("extract")
-                return segment, [self.offline.candidate(message) for message in said]
+            summary, facts = self._facts(said)
             cited = {source for fact in facts for statement in fact.statements for source in statement.sources}
             facts += [self.offline.candidate(message) for message in said if message.id not in cited]
             order = {message.id: place for place, message in enumerate(said)}
             facts.sort(key=lambda fact: order[fact.statements[0].sources[0]])
-            return replace(segment, summary=summary), facts
+            return replace(segment, summary=summary or segment.summary), facts
 
         pairs = self._each("facts", read, segments)
         return [segment for segment, _ in pairs], [facts for _, facts in pairs]
 
     def _facts(self, said: Sequence[Message]) -> tuple[str, list[Candidate]]:
+        """Return a summary, if one is asked for, and the facts that a model finds; nothing where its replies fail."""
         written, extracted = self.config.llm.values == "written", self.config.llm.episodic == "extracted"
         told: dict[str, Any] = {"value": str} if written else {}
         sources = _numbers(len(said), MOST_SOURCES if written else len(said))
@@ -135,7 +122,9 @@ class LLMExtractor:
                     raise ValueError("every fact needs words in each of its fields")
 
         prompt, unwritten = "extract" if written or extracted else "offsets", (not written) + (not extracted)
-        reply = self._ask(prompt, schema, check, unwritten * _count_words(said), messages=_lines(said))
+        reply = self._ask("extract", prompt, schema, check, unwritten * _count_words(said), messages=_lines(said))
+        if reply is None:
+            return "", []
         facts = []
         for fact in reply.facts:
             cited = [said[n] for n in sorted(set(fact.sources))]
@@ -152,7 +141,6 @@ class LLMExtractor:
 
         def decide(pair: tuple[Candidate, Sequence[Entry]]) -> Update | None:
             candidate, near = pair
-
             told: dict[str, Any] = {"value": str} if written else {}
             entry = Annotated[int, Field(ge=-1, lt=len(near))]
             schema = create_model("Choice", entry=entry, **told, abstraction=str)
@@ -163,11 +151,9 @@ class LLMExtractor:
 
             fact = data_line(abstraction=candidate.abstraction, value="\n".join(s.line for s in candidate.statements))
             entries = "\n".join(data_line(n=n, abstraction=e.abstraction, value=e.value) for n, e in enumerate(near))
-            unwritten = 0 if written else len(near[0].value.split())
-            try:
-                reply = self._ask("update" if written else "join", schema, check, unwritten, fact=fact, entries=entries)
-            except ReplyError:
-                self._fell_back("choose")
+            prompt, unwritten = ("update", 0) if written else ("join", len(near[0].value.split()))
+            reply = self._ask("choose", prompt, schema, check, unwritten, fact=fact, entries=entries)
+            if reply is None:
                 return self.offline.choose([pair])[0]
             if reply.entry < 0:
                 return None
@@ -183,19 +169,14 @@ class LLMExtractor:
         existing = sorted({anchor for anchors in kept.values() for anchor in anchors})
         calls = [asked[i : i + ENTRIES_A_CALL] for i in range(0, len(asked), ENTRIES_A_CALL)]
 
-        def name(batch: Sequence[Entry]) -> list[list[str]]:
+        def name(batch: Sequence[Entry]) -> Sequence[Sequence[str]]:
             few: Any = Annotated[list[str], Field(max_length=self.config.anchors_per_entry)]
             lists: Any = Annotated[list[few], Field(min_length=len(batch), max_length=len(batch))]
             shown = "\n".join(data_line(n=n, abstraction=e.abstraction, value=e.value) for n, e in enumerate(batch))
             known = "\n".join(data_line(anchor=a) for a in existing)
-            try:
-                found: list[list[str]] = self._ask(
-                    "anchors", create_model("Anchors", anchors=lists), None, 0, entries=shown, anchors=known
-                ).anchors
-                return found
-            except ReplyError:
-                self._fell_back("anchors")
-                return [list(anchors) for anchors in self.offline.name_anchors(batch, changed)]
+            schema = create_model("Anchors", anchors=lists)
+            reply = self._ask("anchors", "anchors", schema, None, 0, entries=shown, anchors=known)
+            return self.offline.name_anchors(batch, changed) if reply is None else reply.anchors
 
         spelling = {anchor.casefold(): anchor for anchor in existing}
         found = [anchors for batch in self._each("anchors", name, calls) for anchors in batch]
@@ -206,25 +187,21 @@ class LLMExtractor:
         return [kept[entry.id] for entry in entries]
 
     def _ask(
-        self, name: str, schema: type[BaseModel], check: Callable[[Any], None] | None, unwritten: int, **values: str
+        self, step: str, name: str, schema: type[BaseModel], check: Check | None, unwritten: int, **values: str
     ) -> Any:
-        """Ask with one of our prompts; `unwritten` words the reply stands for without writing them."""
+        """Ask with one of our prompts; None, counted as a fallback of this step, where no reply is valid."""
         prompt = fill(files("cuewalk.memory").joinpath(f"prompt_{name}.txt").read_text(encoding="utf-8"), **values)
-        return self.endpoint.ask(prompt, schema, check, unwritten)
-
-    def _fell_back(self, step: str) -> None:
-        with self._lock:
-            self.fallbacks[step] += 1
+        try:
+            return self.endpoint.ask(prompt, schema, check, unwritten)
+        except ReplyError:
+            with self._lock:
+                self.fallbacks[step] += 1
+            return None
 
     def _each(self, title: str | None, task: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """Run a task on every item, so many at a time, results in order; a failure ends what has not begun."""
-        pool = ThreadPoolExecutor(self.config.llm.concurrency)
-        try:
-            waiting = [pool.submit(task, item) for item in items]
-            bar = tqdm(waiting, desc=title, disable=True if title is None else None)
-            return [future.result() for future in bar]
-        finally:
-            pool.shutdown(cancel_futures=True)
+        hidden = True if title is None else None  # None: where no terminal is
+        return thread_map(task, items, max_workers=self.config.llm.concurrency, desc=title, disable=hidden)
 
 
 def is_anchor(text: str) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from cuewalk.memory.config import BuildConfig
 from cuewalk.memory.encoder import Encoder, FloatArray
 from cuewalk.memory.groups import neighbours
-from cuewalk.memory.index import HybridIndex, fuse_ranks
+from cuewalk.memory.index import HybridIndex, best, fuse_ranks
 from cuewalk.memory.records import Conversation, Entry, Message, Segment
 
 LINK_KINDS = ("segment", "adjacent", "anchor", "group", "similar", "similar_anchor", "near_group", "search")
@@ -37,21 +37,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Cues that an entry must meet, all that are given: a filter of search and frontier that needs no schema.
+    """Cues that an entry must meet, all that are given: a filter of search and frontier that needs no schema."""
 
-    Attributes:
-        speaker: Said by this person (case does not count).
-        since: Said at this time or later,
-        until: or at this time or earlier.
-        source: Holds this message, or lies in this segment.
-        entity: One of its anchors, or its abstraction, has this word or phrase.
-    """
-
-    speaker: str | None = None
-    since: datetime | None = None
-    until: datetime | None = None
-    source: str | None = None
-    entity: str | None = None
+    speaker: str | None = None  #: Said by this person (case does not count).
+    since: datetime | None = None  #: Said at this time or later,
+    until: datetime | None = None  #: or at this time or earlier.
+    source: str | None = None  #: Holds this message, or lies in this segment.
+    entity: str | None = None  #: One of its anchors, or its abstraction, has this word or phrase.
 
     def admits(self, entry: Entry) -> bool:
         """Tell whether an entry meets every cue."""
@@ -64,9 +56,8 @@ class Filter:
         ]
         if not said or (self.source is not None and self.source not in (*entry.sources, *entry.segments)):
             return False
-        return self.entity is None or any(
-            _words(self.entity) in _words(text) for text in (*entry.anchors, entry.abstraction)
-        )
+        keys = (*entry.anchors, entry.abstraction)
+        return self.entity is None or any(_words(self.entity) in _words(key) for key in keys)
 
 
 def _words(text: str) -> str:
@@ -154,15 +145,8 @@ class MemoryGraph:
 
         Each kind is a ranking of its own, of the entries so linked by cosine with the query, and of the next search
         hits; they are fused by reciprocal rank: what is linked in several ways comes first. (One ranking of all linked
-        entries reaches less: docs/results/memory.md.)
-
-        Args:
-            query: The current query.
-            working: Entries whose links are followed.
-            exclude: Entries never returned (all of W, and what was shown before).
-            kinds: Which of `LINK_KINDS` to use.
-            cap: At most so many.
-            where: What every candidate must meet.
+        entries reaches less: docs/results/memory.md.) `exclude` is what is never returned (all of W, and what was
+        shown before), `kinds` are some of `LINK_KINDS`, and every candidate meets `where`.
 
         Raises:
             ValueError: If a kind is unknown.
@@ -183,38 +167,44 @@ class MemoryGraph:
                 found = sorted(allowed, key=lambda entry: -self.score(vector, entry))
             shown = dict.fromkeys(found, kind) | shown
             rankings.append([self.order[entry] for entry in found])
-        best = [self._ids[place] for place, _ in fuse_ranks(rankings, [1.0] * len(rankings))[:cap]]
-        return [Link(entry, shown[entry], self.score(vector, entry)) for entry in best]
+        fused = [self._ids[place] for place, _ in fuse_ranks(rankings, [1.0] * len(rankings))[:cap]]
+        return [Link(entry, shown[entry], self.score(vector, entry)) for entry in fused]
 
     def links(self, entry_id: str, kinds: Sequence[str] = LINK_KINDS) -> dict[str, str]:
         """Return every entry linked to this one in one of these ways, with the first of them in `LINK_KINDS`."""
         key = (entry_id, tuple(kinds))
         if key in self._links:
             return self._links[key]
-        entry, reached = self.entries[entry_id], dict[str, str]()
-
-        def add(kind: str, targets: Callable[[], Iterable[str]]) -> None:
-            if kind in kinds:
-                for target in targets():
-                    if target != entry_id:
-                        reached.setdefault(target, kind)
-
-        near = {self._position[segment] for segment in entry.segments}
+        entry, group = self.entries[entry_id], self.group_of.get(entry_id, "")
+        near = {self.segment_by_id[segment].position for segment in entry.segments}
         beside = sorted({p + step for p in near for step in (-1, 1) if 0 <= p + step < len(self.segments)} - near)
-        group = self.group_of.get(entry_id, "")
-        add("segment", lambda: (e for segment in entry.segments for e in self.by_segment[segment]))
-        add("adjacent", lambda: (e for p in beside for e in self.by_segment[self.segments[p].id]))
-        add("anchor", lambda: (e for anchor in entry.anchors for e in self._by_anchor[anchor]))
-        add("group", lambda: self.groups.get(group, ()))
-        add("similar", lambda: self._nearest(entry_id))
-        add("similar_anchor", lambda: (e for a in entry.anchors for b in self._alike[a] for e in self._by_anchor[b]))
-        add("near_group", lambda: (e for other in self.near_groups.get(group, ()) for e in self.groups[other]))
+        # In the order of LINK_KINDS; functions, for some cost time and may not be asked for.
+        targets: dict[str, Callable[[], Iterable[str]]] = {
+            "segment": lambda: (e for segment in entry.segments for e in self.by_segment[segment]),
+            "adjacent": lambda: (e for p in beside for e in self.by_segment[self.segments[p].id]),
+            "anchor": lambda: (e for anchor in entry.anchors for e in self._by_anchor[anchor]),
+            "group": lambda: self.groups.get(group, ()),
+            "similar": lambda: self._nearest(entry_id),
+            "similar_anchor": lambda: (e for a in entry.anchors for b in self._alike(a) for e in self._by_anchor[b]),
+            "near_group": lambda: (e for other in self.near_groups.get(group, ()) for e in self.groups[other]),
+        }
+        reached: dict[str, str] = {}
+        for kind, reach in targets.items():
+            for target in reach() if kind in kinds else ():
+                reached.setdefault(target, kind)
+        reached.pop(entry_id, None)
         self._links[key] = reached
         return reached
 
     def _nearest(self, entry_id: str) -> list[str]:
         similarity = self.vectors @ self.vectors[self.order[entry_id]]
-        return [self._ids[p] for p in np.argsort(-similarity, kind="stable")[: self.config.nearest + 1]]
+        return [self._ids[place] for place in best(similarity, self.config.nearest + 1)]
+
+    def _alike(self, anchor: str) -> list[str]:
+        """Return the other anchors whose cosine with this one reaches `anchor_similarity`."""
+        similarity = self.anchor_vectors @ self.anchor_vectors[self.anchors.index(anchor)]
+        alike = [self.anchors[i] for i in np.flatnonzero(similarity >= self.config.anchor_similarity)]
+        return [other for other in alike if other != anchor]
 
     def score(self, query_vector: FloatArray, entry_id: str) -> float:
         """Return the cosine of a query's unit vector with an entry's abstraction."""
@@ -229,10 +219,14 @@ class MemoryGraph:
         return {message.id: message for message in self.conversation.messages}
 
     @cached_property
+    def segment_by_id(self) -> dict[str, Segment]:
+        """Return the segments by id."""
+        return {segment.id: segment for segment in self.segments}
+
+    @cached_property
     def anchor_vectors(self) -> FloatArray:
         """Return the unit vectors of `anchors`, (len(anchors), d); encoded when they are first needed."""
-        none = np.zeros((0, self.vectors.shape[1]), dtype=np.float32)
-        return self.encoder.encode(self.anchors) if self.anchors else none
+        return self.encoder.encode(self.anchors) if self.anchors else self.vectors[:0]
 
     @cached_property
     def by_segment(self) -> dict[str, list[str]]:
@@ -252,7 +246,7 @@ class MemoryGraph:
     def centroids(self) -> FloatArray:
         """Return the means of the groups' vectors, in order of `groups`, (K, d)."""
         rows = [self.vectors[[self.order[e] for e in members]].mean(axis=0) for members in self.groups.values()]
-        return np.stack(rows) if rows else np.zeros((0, self.vectors.shape[1]), dtype=np.float32)
+        return np.stack(rows) if rows else self.vectors[:0]
 
     @cached_property
     def near_groups(self) -> dict[str, list[str]]:
@@ -268,12 +262,8 @@ class MemoryGraph:
         texts = [f"{entry.abstraction}\n{entry.value}" for entry in self.entries.values()]
         items = [[self.order[entry] for entry in self._by_anchor[anchor]] for anchor in self.anchors]
         weights, factory = self.config.search_weights, self.config.index
-        anchors = self.anchor_vectors if weights[1] else np.zeros((0, 1), dtype=np.float32)
+        anchors = self.anchor_vectors if weights[1] else self.vectors[:0]
         return HybridIndex(self.vectors, texts, anchors, items, weights, factory=factory, folder=self.folder)
-
-    @cached_property
-    def _position(self) -> dict[str, int]:
-        return {segment.id: segment.position for segment in self.segments}
 
     @cached_property
     def _by_anchor(self) -> dict[str, list[str]]:
@@ -282,13 +272,3 @@ class MemoryGraph:
             for anchor in entry.anchors:
                 members[anchor].append(entry.id)
         return members
-
-    @cached_property
-    def _alike(self) -> dict[str, list[str]]:
-        """Return for each anchor the others whose cosine with it reaches `anchor_similarity`."""
-        alike = self.anchor_vectors @ self.anchor_vectors.T >= self.config.anchor_similarity
-        np.fill_diagonal(alike, False)
-        return {
-            anchor: [self.anchors[i] for i in np.flatnonzero(row)]
-            for anchor, row in zip(self.anchors, alike, strict=True)
-        }

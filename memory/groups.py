@@ -1,45 +1,33 @@
 """xMemory's groups: entries of one theme, kept in shape by an objective while the memory grows (section 3 and 4)."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 from scipy.cluster.hierarchy import fcluster, linkage
 
 from cuewalk.memory.encoder import FloatArray
+from cuewalk.memory.index import best
 
 EPS = 1e-8
 
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """How groups grow. The paper states the cap; the other values are chosen for MiniLM (docs/results/memory.md).
+    """How groups grow. The paper states the cap; the other values are chosen for MiniLM (docs/results/memory.md)."""
 
-    Attributes:
-        cap: Entries a group at most (the paper's 12).
-        attach: A new entry joins the nearest group if its cosine with the centroid is at least this, else it opens one.
-        coherence: A group whose mean pairwise cosine is below this may be split.
-        small: A group of at most so many entries may be merged, and so may an isolated one, which no other group has
-            among its nearest.
-        merge: Groups are merged only if their centroids' cosine is at least this.
-        nearest: Neighbouring groups a group looks at, and the context in which a move is scored.
-        split: Whether groups are split (over the cap they always are).
-        join: Whether groups are merged.
-    """
-
-    cap: int = 12
+    cap: PositiveInt = 12  #: Entries a group at most (the paper's 12).
+    #: A new entry joins the nearest group if its cosine with the centroid is at least this, else it opens one.
     attach: float = 0.7
-    coherence: float = 0.35
-    small: int = 2
-    merge: float = 0.5
-    nearest: int = 10
-    split: bool = True
-    join: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("cap", "small", "nearest"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"memory.groups.{name} = {getattr(self, name)}: must be at least 1")
+    coherence: float = 0.35  #: A group whose mean pairwise cosine is below this may be split.
+    #: A group of at most so many entries may be merged, and so may an isolated one, which no other group has among its
+    #: nearest.
+    small: PositiveInt = 2
+    merge: float = 0.5  #: Groups are merged only if their centroids' cosine is at least this.
+    nearest: PositiveInt = 10  #: Neighbouring groups a group looks at, and the context in which a move is scored.
+    split: bool = True  #: Whether groups are split (over the cap they always are).
+    join: bool = True  #: Whether groups are merged.
 
 
 def objective(centroids: FloatArray, sizes: Sequence[int]) -> float:
@@ -49,11 +37,7 @@ def objective(centroids: FloatArray, sizes: Sequence[int]) -> float:
     the mean cosine of its members with their centroid; for unit vectors that is the centroid's length. g is the bell
     around the median of s, the cosine with the nearest other centroid, as wide as its median absolute deviation.
     One group: s = 0, so g = 1. Three always: the nearest pair shares s, the deviation's median is 0, and the third's
-    term vanishes.
-
-    Args:
-        centroids: Means of the members' unit vectors, (K, d).
-        sizes: Members of each group, (K,).
+    term vanishes. `centroids` are the means of the members' unit vectors, (K, d), `sizes` their numbers, (K,).
     """
     count = np.asarray(sizes, dtype=np.float64)
     if not len(count):
@@ -75,11 +59,7 @@ class Groups:
     """A partition of entry positions that grows by batches; nothing is ever lost from it.
 
     A group's id is stable: after a split the largest part keeps it (of equal ones that with the oldest member), a
-    merged group keeps the id of its larger half.
-
-    Args:
-        config: The rules.
-        members: Group id -> positions, where groups exist already.
+    merged group keeps the id of its larger half. Where groups exist already, `members` says which positions each holds.
     """
 
     def __init__(self, config: GroupConfig, members: Mapping[str, Sequence[int]] | None = None) -> None:
@@ -89,17 +69,19 @@ class Groups:
         """Positions whose group changed after the batch that brought them (the paper's reassignment ratio)."""
         self._made = 1 + max((int(group[1:]) for group in self.members), default=-1)
         self._centroids: dict[str, FloatArray] = {}
+        # What follows from the centroids, until one changes: all of them with their lengths, and who is near whom.
+        self._matrix: tuple[FloatArray, FloatArray] | None = None
+        self._near: dict[str, dict[str, float]] = {}
 
-    def add(self, positions: Iterable[int], vectors: FloatArray) -> None:
-        """Take in one batch of new positions: attach each, then split and merge what that touched.
+    def add(self, positions: Collection[int], vectors: FloatArray) -> None:
+        """Take in one batch: attach each new position, then split and merge what that touched.
 
-        Args:
-            positions: New rows of `vectors`.
-            vectors: Unit vectors of all entries, (n, d).
+        `vectors` are the unit vectors of all entries, (n, d); positions are its new rows, and known ones that changed.
         """
         known = {p: group for group, members in self.members.items() for p in members}
-        touched = dict.fromkeys(self._attach(position, vectors) for position in positions)
-        self._centroids = {group: self._mean(group, vectors) for group in self.members}
+        for group in (self.members.keys() - self._centroids.keys()) | {known[p] for p in positions if p in known}:
+            self._set(group, self.members[group], vectors)
+        touched = dict.fromkeys(self._attach(position, vectors) for position in positions if position not in known)
         for group in [g for g in touched if self._may_split(g)]:
             touched |= dict.fromkeys(self._split(group, vectors))
         if self.config.join:
@@ -109,30 +91,36 @@ class Groups:
 
     def centroids(self, vectors: FloatArray) -> tuple[list[str], FloatArray]:
         """Return the group ids, and the means of their members' vectors, (K, d)."""
-        return list(self.members), np.stack([self._mean(group, vectors) for group in self.members])
+        return list(self.members), np.stack([vectors[members].mean(axis=0) for members in self.members.values()])
 
-    def _mean(self, group: str, vectors: FloatArray) -> FloatArray:
-        mean: FloatArray = vectors[self.members[group]].mean(axis=0)
-        return mean
+    def _set(self, group: str, members: list[int], vectors: FloatArray) -> None:
+        self.members[group] = members
+        self._centroids[group] = vectors[members].mean(axis=0)
+        self._matrix = None
+        self._near.clear()
 
-    def _new(self, positions: list[int]) -> str:
+    def _new(self, members: list[int], vectors: FloatArray) -> str:
         group = f"g{self._made}"
         self._made += 1
-        self.members[group] = positions
+        self._set(group, members, vectors)
         return group
 
+    def _cosines(self, vector: FloatArray) -> FloatArray:
+        """Return the dot products of a vector with the centroids' directions, in order of `members`."""
+        if self._matrix is None:
+            matrix = np.stack([self._centroids[group] for group in self.members])
+            self._matrix = matrix, np.maximum(np.linalg.norm(matrix, axis=1), EPS)
+        cosines: FloatArray = self._matrix[0] @ vector / self._matrix[1]
+        return cosines
+
     def _attach(self, position: int, vectors: FloatArray) -> str:
-        best, similarity = "", -np.inf
-        if self._centroids:
-            ids, matrix = list(self._centroids), np.stack(list(self._centroids.values()))
-            cosine = matrix @ vectors[position] / np.maximum(np.linalg.norm(matrix, axis=1), EPS)
-            best, similarity = ids[int(cosine.argmax())], float(cosine.max())
-        if similarity >= self.config.attach:
-            self.members[best].append(position)
-        else:
-            best = self._new([position])
-        self._centroids[best] = self._mean(best, vectors)
-        return best
+        if self.members:
+            cosines = self._cosines(vectors[position])
+            if cosines.max() >= self.config.attach:
+                group = list(self.members)[cosines.argmax()]
+                self._set(group, [*self.members[group], position], vectors)
+                return group
+        return self._new([position], vectors)
 
     def _may_split(self, group: str) -> bool:
         size = len(self.members[group])
@@ -143,68 +131,58 @@ class Groups:
 
     def _split(self, group: str, vectors: FloatArray) -> list[str]:
         """Split a group the way that f likes best, if it likes it better than no split (over the cap: in any case)."""
-        members = self.members[group]
-        around = [g for g in self._near(group) if g != group]
-        best: list[list[int]] = [members]
-        highest = self._score(around, [members], vectors) if len(members) <= self.config.cap else -np.inf
+        members, around = self.members[group], list(self._nearest(group))
+        chosen = [members]
+        highest = self._score(around, chosen, vectors) if len(members) <= self.config.cap else -np.inf
         for parts in _partitions(members, vectors, self.config.cap):
             score = self._score(around, parts, vectors)
             if score > highest + EPS:
-                best, highest = parts, score
-        best.sort(key=lambda part: (-len(part), part[0]))
-        self.members[group] = best[0]
-        made = [group, *(self._new(part) for part in best[1:])]
-        for id_ in made:
-            self._centroids[id_] = self._mean(id_, vectors)
-        return made
+                chosen, highest = parts, score
+        chosen.sort(key=lambda part: (-len(part), part[0]))
+        self._set(group, chosen[0], vectors)
+        return [group, *(self._new(part, vectors) for part in chosen[1:])]
 
     def _merge(self, touched: Iterable[str], vectors: FloatArray) -> None:
         """Merge small or isolated groups near what was touched, each time the pair that f gains most by."""
-        waiting = {near for group in touched for near in self._near(group)}
+        waiting = {near for group in touched for near in (group, *self._nearest(group))}
         while waiting:
-            best: tuple[float, str, str] | None = None
+            pairs: dict[frozenset[str], tuple[str, str]] = {}
             for group in sorted(waiting, key=lambda g: int(g[1:])):
-                if len(self.members[group]) > self.config.small and not self._isolated(group):
-                    continue
-                for other, cosine in self._nearest(group)[:5]:
-                    if cosine < self.config.merge or len(self.members[group] + self.members[other]) > self.config.cap:
-                        continue
-                    around = [g for g in {**self._near(group), **self._near(other)} if g not in (group, other)]
-                    together = [self.members[group] + self.members[other]]
-                    gain = self._score(around, together, vectors)
-                    gain -= self._score(around, [self.members[group], self.members[other]], vectors)
-                    if gain > EPS and (best is None or gain > best[0]):
-                        best = (gain, group, other)
-            if best is None:
+                size, near = len(self.members[group]), self._nearest(group)
+                if size > self.config.small and any(group in self._nearest(other) for other in near):
+                    continue  # neither small nor isolated
+                for other in list(near)[:5]:
+                    if near[other] >= self.config.merge and size + len(self.members[other]) <= self.config.cap:
+                        pairs.setdefault(frozenset((group, other)), (group, other))
+            gains = {pair: self._gain(*pair, vectors) for pair in pairs.values()}
+            if max(gains.values(), default=0.0) <= EPS:
                 return
-            _, group, other = best
-            keep, gone = sorted((group, other), key=lambda g: (-len(self.members[g]), self.members[g][0]))
-            self.members[keep] = sorted(self.members[keep] + self.members.pop(gone))
+            pair = max(gains, key=gains.__getitem__)
+            keep, gone = sorted(pair, key=lambda g: (-len(self.members[g]), self.members[g][0]))
             del self._centroids[gone]
-            self._centroids[keep] = self._mean(keep, vectors)
-            waiting = set(self._near(keep))
+            self._set(keep, sorted(self.members[keep] + self.members.pop(gone)), vectors)
+            waiting = {keep, *self._nearest(keep)}
+
+    def _gain(self, group: str, other: str, vectors: FloatArray) -> float:
+        """Return what f gains if two groups are merged."""
+        around = [near for near in {**self._nearest(group), **self._nearest(other)} if near not in (group, other)]
+        merged = self._score(around, [self.members[group] + self.members[other]], vectors)
+        return merged - self._score([*around, group, other], [], vectors)
 
     def _score(self, around: Sequence[str], parts: Sequence[list[int]], vectors: FloatArray) -> float:
         """Return f of some groups as they are, together with these parts."""
-        centroids = [self._centroids[group] for group in around] + [vectors[part].mean(axis=0) for part in parts]
-        sizes = [len(self.members[group]) for group in around] + [len(part) for part in parts]
-        return objective(np.stack(centroids), sizes)
+        centroids = [*(self._centroids[group] for group in around), *(vectors[part].mean(axis=0) for part in parts)]
+        return objective(np.stack(centroids), [*(len(self.members[group]) for group in around), *map(len, parts)])
 
-    def _nearest(self, group: str) -> list[tuple[str, float]]:
-        ids = list(self._centroids)
-        matrix = np.stack(list(self._centroids.values()))
-        length = np.maximum(np.linalg.norm(matrix, axis=1), EPS)
-        own = self._centroids[group]
-        cosine = matrix @ own / (length * max(float(np.linalg.norm(own)), EPS))
-        order = [int(i) for i in np.argsort(-cosine, kind="stable") if ids[i] != group][: self.config.nearest]
-        return [(ids[i], float(cosine[i])) for i in order]
-
-    def _near(self, group: str) -> dict[str, None]:
-        return dict.fromkeys([group, *(other for other, _ in self._nearest(group))])
-
-    def _isolated(self, group: str) -> bool:
-        """Tell whether none of a group's nearest has it among its own nearest."""
-        return all(group not in self._near(other) for other, _ in self._nearest(group))
+    def _nearest(self, group: str) -> dict[str, float]:
+        """Return the cosines with a group's neighbours, the nearest first."""
+        if group not in self._near:
+            own, ids = self._centroids[group], list(self.members)
+            cosines = self._cosines(own) / max(float(np.linalg.norm(own)), EPS)
+            cosines[ids.index(group)] = -np.inf
+            count = min(self.config.nearest, len(ids) - 1)
+            self._near[group] = {ids[i]: float(cosines[i]) for i in best(cosines, count)}
+        return self._near[group]
 
 
 def _partitions(members: list[int], vectors: FloatArray, cap: int) -> list[list[list[int]]]:
@@ -228,19 +206,17 @@ def _partitions(members: list[int], vectors: FloatArray, cap: int) -> list[list[
 
 
 def neighbours(centroids: FloatArray, count: int) -> list[list[int]]:
-    """Return each group's neighbours: its `count` nearest with a positive cosine, and those it is among the nearest of.
+    """Return each group's neighbours, nearest first, of centroids (K, d), by kNN in both directions.
 
-    Args:
-        centroids: (K, d).
-        count: k of the kNN.
+    They are its `count` nearest with a positive cosine, and those that it is among the nearest of.
     """
     unit = centroids / np.maximum(np.linalg.norm(centroids, axis=1), EPS)[:, None]
     cosine = unit @ unit.T
     np.fill_diagonal(cosine, -np.inf)
     near: list[set[int]] = [set() for _ in range(len(unit))]
     for group, row in enumerate(cosine):
-        for other in np.argsort(-row, kind="stable")[:count]:
+        for other in best(row, count):
             if row[other] > 0:
-                near[group].add(int(other))
-                near[int(other)].add(group)
+                near[group].add(other)
+                near[other].add(group)
     return [sorted(others, key=lambda o: -cosine[group, o]) for group, others in enumerate(near)]

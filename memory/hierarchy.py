@@ -10,6 +10,7 @@ from cuewalk.memory.context import segment_summary
 from cuewalk.memory.encoder import FloatArray
 from cuewalk.memory.graph import Link, MemoryGraph
 from cuewalk.memory.groups import neighbours
+from cuewalk.memory.index import best
 from cuewalk.memory.reader import LocalReader
 from cuewalk.memory.records import say
 
@@ -22,13 +23,7 @@ def select_backbone(graph: MemoryGraph, query: str, k: int, share: float = 0.5) 
     """Choose entries by stage I (xMemory eq. 4-5): groups near the query and their neighbours, then their entries.
 
     Each level is chosen greedily by coverage and relevance, and ends when everything is covered: fewer than k entries
-    may come back.
-
-    Args:
-        graph: Must have groups.
-        query: The question.
-        k: Entries at most.
-        share: Of coverage against relevance; .5 is eq. 5 of the last version, .7 the released code.
+    may come back. `share` is that of coverage: .5 is eq. 5 of the last version, .7 the released code.
 
     Raises:
         ValueError: If the graph has no groups, or k < 1.
@@ -39,8 +34,8 @@ def select_backbone(graph: MemoryGraph, query: str, k: int, share: float = 0.5) 
     ids = list(graph.groups)
     length = np.maximum(np.linalg.norm(graph.centroids, axis=1), 1e-8)
     relevance = graph.centroids @ vector / length
-    nearest = np.argsort(-relevance, kind="stable")[:POOL]
-    pool = list(dict.fromkeys([*(ids[i] for i in nearest), *(n for i in nearest for n in graph.near_groups[ids[i]])]))
+    nearest = [ids[i] for i in best(relevance, POOL)]
+    pool = list(dict.fromkeys([*nearest, *(near for group in nearest for near in graph.near_groups[group])]))
     rows = np.array([ids.index(group) for group in pool])
     chosen = cover(relevance[rows], _weights(graph.centroids[rows], graph), GROUPS, share)
     candidates = [entry for i in chosen for entry in graph.groups[pool[i]]]
@@ -54,30 +49,21 @@ def cover(
 ) -> list[int]:
     """Choose items greedily: argmax_i share · Σ_{u ∈ Δ(i;R)} w_iu / Z + (1 - share) · s̃_i (xMemory eq. 5).
 
-    Δ(i;R) is what i would newly cover, itself included; Z the sum of all weights; s̃ the relevance, min-max normalised
-    (all equal: .5). Ends when all is covered or at the budget; ties go to the more relevant.
-
-    Args:
-        relevance: s, (n,).
-        weights: w, (n, n), 0 where there is no edge, 1 on the diagonal.
-        budget: Items at most.
-        share: Of coverage.
-
-    Returns:
-        Positions in order of choice.
+    Δ(i;R) is what i would newly cover, itself included; w, (n, n), is 0 where there is no edge and 1 on the diagonal; Z
+    is the sum of all weights; s̃ the relevance, (n,), min-max normalised (all equal: .5). Ends when all is covered or at
+    the budget; ties go to the more relevant. Returns positions in order of choice.
     """
     low, spread = float(relevance.min()), float(np.ptp(relevance))
     normal = (relevance - low) / spread if spread > 0 else np.full(len(relevance), 0.5)
     total = float(weights.sum())
-    order = np.argsort(-relevance, kind="stable")
+    order = np.array(best(relevance, len(relevance)))
     uncovered = np.ones(len(relevance), dtype=bool)
     chosen: list[int] = []
     while uncovered.any() and len(chosen) < min(budget, len(relevance)):
         gain = share * (weights @ uncovered) / total + (1 - share) * normal
         gain[chosen] = -np.inf
-        best = int(order[np.argmax(gain[order])])
-        chosen.append(best)
-        uncovered &= weights[best] <= 0
+        chosen.append(int(order[np.argmax(gain[order])]))
+        uncovered &= weights[chosen[-1]] <= 0
     return chosen
 
 
@@ -93,21 +79,13 @@ def _weights(vectors: FloatArray, graph: MemoryGraph) -> npt.NDArray[np.floating
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """What stage II decided.
+    """What stage II decided."""
 
-    Attributes:
-        text: The context as the reader read it.
-        segments: Segments whose episodic memory was added, in order.
-        raw: Those whose messages were added too.
-        uncertainty: U before anything was added, and after each thing that was (falling).
-        tokens: That went through the reader, probes included.
-    """
-
-    text: str
-    segments: tuple[str, ...]
-    raw: tuple[str, ...]
-    uncertainty: tuple[float, ...]
-    tokens: int
+    text: str  #: The context as the reader read it.
+    segments: tuple[str, ...]  #: Segments whose episodic memory was added, in order.
+    raw: tuple[str, ...]  #: Those whose messages were added too.
+    uncertainty: tuple[float, ...]  #: U before anything was added, and after each thing that was (falling).
+    tokens: int  #: That went through the reader, probes included.
 
 
 def expand_while_surer(
@@ -117,15 +95,8 @@ def expand_while_surer(
 
     The context starts as the entries' values. Their segments are tried by similarity to the query and the support of
     the entries chosen: the summary first, and where it helped the messages not shown yet. Each is compared with the
-    context as it has grown (ΔU > 0), not with the bare entries.
-
-    Args:
-        graph: Holds the entries.
-        query: The question.
-        entries: From stage I or any search.
-        reader: Its uncertainty decides.
-        probes: Segments tried at most.
-        patience: Ends after so many in a row that did not help.
+    context as it has grown (ΔU > 0), not with the bare entries, which are from stage I or any search. At most `probes`
+    segments are tried; it ends after `patience` in a row that did not help.
     """
     before = reader.tokens
     vector = graph.encoder.encode([query])[0]
@@ -138,7 +109,6 @@ def expand_while_surer(
     for entry in entries:
         for id_ in graph.entries[entry].segments:
             support[id_] = max(support.get(id_, -1.0), graph.score(vector, entry))
-    by_id = {segment.id: segment for segment in graph.segments}
     similarity = {id_: max(graph.score(vector, entry) for entry in graph.by_segment[id_]) for id_ in support}
     ranked = sorted(support, key=lambda id_: -(similarity[id_] + 0.5 * support[id_]))[:probes]
     taken: list[str] = []
@@ -156,12 +126,12 @@ def expand_while_surer(
     for id_ in ranked:
         if failures == patience:
             break
-        if not helps(segment_summary(graph, by_id[id_]) + "\n"):
+        if not helps(segment_summary(graph, graph.segment_by_id[id_]) + "\n"):
             failures += 1
             continue
         failures = 0
         taken.append(id_)
-        new = [message for message in by_id[id_].messages if message not in shown]
+        new = [message for message in graph.segment_by_id[id_].messages if message not in shown]
         if new and helps("\n".join(say(graph.messages[message]).line for message in new) + "\n"):
             raw.append(id_)
             shown |= set(new)

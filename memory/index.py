@@ -1,7 +1,9 @@
 """Hybrid search over entries: dense on abstractions and anchors, BM25 on abstraction and value, fused by ranks."""
 
 import hashlib
+import logging
 import os
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import bm25s
 import faiss
 import numpy as np
+import numpy.typing as npt
 from nltk.stem import PorterStemmer
 
 from cuewalk.memory.encoder import FloatArray
@@ -17,6 +20,8 @@ from cuewalk.memory.encoder import FloatArray
 RRF_K = 5
 """The constant of reciprocal rank fusion (Cormack et al. 2009), who take 60 for rankings of thousands; among the few
 hundred entries of a memory that makes the first places nearly equal (chosen on validation conversations)."""
+
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG, whatever the user's logging says
 
 _stem = lru_cache(maxsize=100_000)(PorterStemmer().stem)
 
@@ -34,21 +39,22 @@ def fuse_ranks(rankings: Sequence[Sequence[int]], weights: Sequence[float]) -> l
     return sorted(scores.items(), key=lambda pair: -pair[1])
 
 
+def best(scores: npt.NDArray[np.floating], count: int) -> list[int]:
+    """Return the positions of the highest scores, best first; of equal ones the first comes first."""
+    kept = np.arange(len(scores))
+    if 0 < count < len(scores):  # a sort of all of them is slow in a large memory
+        kept = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
+    order: list[int] = kept[np.argsort(-scores[kept], kind="stable")][:count].tolist()
+    return order
+
+
 class HybridIndex:
-    """Items are positions 0..n-1.
+    """Search over n items, positions 0..n-1, of which there are vectors (n, d) and texts.
 
-    Args:
-        vectors: Unit vectors of the abstractions, (n, d).
-        texts: n texts for BM25.
-        anchor_vectors: Unit vectors of the anchors, (m, d).
-        anchor_items: For each anchor the positions that carry it.
-        weights: Of the three rankings (abstractions, anchors, BM25) in the fusion; 0 leaves one out.
-        depth: How far down each ranking the fusion looks.
-        factory: FAISS's name for the index of the abstractions; `Flat` is exact.
-        folder: Where an index that takes long to build is kept, by the content of its vectors.
-
-    Raises:
-        ValueError: If FAISS knows no such index.
+    Anchors have vectors too, (m, d), and the positions that carry each. The weights are of the three rankings
+    (abstractions, anchors, BM25) in the fusion, 0 leaves one out; `depth` is how far down each it looks. `factory` is
+    FAISS's name for the index of the abstractions (`Flat` is exact; a ValueError if FAISS knows none of that name);
+    one that takes long to build is kept in `folder`, by the content of its vectors.
     """
 
     def __init__(
@@ -68,28 +74,24 @@ class HybridIndex:
         self._anchor_items = anchor_items
         self._dense = _kept(vectors, factory, folder) if folder and factory != "Flat" else _index(vectors, factory)
         self._anchors = _index(anchor_vectors, "Flat")
-        self._vocabulary: dict[str, int] | None = None
+        self._bm25 = bm25s.BM25(k1=0.9, b=0.4)  # for short passages, as Anserini sets them
+        self._vocabulary: dict[str, int] = {}
         tokens = _stems(texts)
         if any(tokens):  # bm25s can't index a corpus without a single word
-            self._bm25 = bm25s.BM25(k1=0.9, b=0.4)  # for short passages, as Anserini sets them
             self._bm25.index(tokens, show_progress=False)
             self._vocabulary = self._bm25.vocab_dict
 
     def search(self, text: str, vector: FloatArray, allowed: Sequence[int] | None = None) -> list[tuple[int, float]]:
         """Rank items for one query given as text and as unit vector (d,); at most `depth` a ranking are fused.
 
-        Args:
-            text: The query.
-            vector: Its unit vector, (d,).
-            allowed: Only these items are ranked, and each of them exactly; all of them where None.
+        Where `allowed` is given, only these items are ranked, and each of them exactly.
         """
         if allowed is None:
             near = self._dense.search(vector[None], self._depth)[1][0]
             rankings = [near[near >= 0].tolist(), self._by_anchor(vector), self._by_words(text)[: self._depth]]
             return fuse_ranks(rankings, self._weights)
-        kept = np.asarray(allowed, dtype=int)
-        dense = kept[np.argsort(-(self._vectors[kept] @ vector), kind="stable")].tolist()
-        inside = set(dense)
+        inside = set(allowed)
+        dense = [allowed[i] for i in best(self._vectors[list(allowed)] @ vector, len(allowed))]
         others = [[i for i in ranking if i in inside] for ranking in (self._by_anchor(vector), self._by_words(text))]
         return fuse_ranks([dense, *others], self._weights)
 
@@ -100,14 +102,9 @@ class HybridIndex:
         return list(dict.fromkeys(item for anchor in nearest for item in self._anchor_items[anchor]))
 
     def _by_words(self, text: str) -> list[int]:
-        if not self._weights[2] or self._vocabulary is None:
-            return []
-        known = [word for word in _stems([text])[0] if word in self._vocabulary]
-        if not known:
-            return []
-        scores = self._bm25.get_scores(known)
-        found = np.flatnonzero(scores > 0)
-        return [int(item) for item in found[np.argsort(-scores[found], kind="stable")]]
+        known = [word for word in _stems([text])[0] if word in self._vocabulary] if self._weights[2] else []
+        scores = self._bm25.get_scores(known) if known else np.zeros(0)
+        return best(scores, int((scores > 0).sum()))
 
 
 def _stems(texts: Sequence[str]) -> Any:
@@ -120,22 +117,21 @@ def _kept(vectors: FloatArray, factory: str, folder: Path) -> Any:
     """Read an index from its folder, or build it and write it there; indexes of other vectors are removed."""
     digest = hashlib.sha256(factory.encode() + vectors.tobytes()).hexdigest()[:16]
     path = folder / f"abstractions-{digest}.faiss"
-    if path.exists():
+    try:
         return faiss.read_index(str(path))
-    index = _index(vectors, factory)
-    partial = path.with_suffix(f".{os.getpid()}")
+    except RuntimeError:  # not there, or damaged
+        index = _index(vectors, factory)
+    partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     faiss.write_index(index, str(partial))
     partial.replace(path)  # whole or not at all
-    for stale in folder.glob("abstractions-*.faiss"):
-        if stale != path:
-            stale.unlink(missing_ok=True)
+    for stale in set(folder.glob("abstractions-*.faiss")) - {path}:
+        stale.unlink(missing_ok=True)
     return index
 
 
 def _index(vectors: FloatArray, factory: str) -> Any:
-    dimension = vectors.shape[1] if vectors.ndim == 2 and vectors.shape[1] else 1
     try:
-        index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
+        index = faiss.index_factory(vectors.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
         raise ValueError(f"memory.index = {factory!r} is no FAISS factory string, such as Flat or HNSW32") from error
     if len(vectors):

@@ -61,18 +61,12 @@ def report(graph: MemoryGraph, samples: int = 3) -> str:
 
 
 def draw(graph: MemoryGraph, query: str, path: str | Path, k: int = 5, cap: int = 20) -> Path:
-    """Draw what a query finds: its first k entries, and what they link to, coloured by the kind of link.
+    """Draw what a query finds: its first k entries, and at most `cap` that they link to, nearest to the query first.
 
-    Args:
-        graph: The memory.
-        query: The question.
-        path: Of the picture; its ending names the format (`.png`, `.svg`).
-        k: Entries of the first search.
-        cap: Linked entries at most, nearest to the query first.
+    Colours are kinds of link; the path's ending names the format (`.png`, `.svg`).
     """
     hits = [hit.entry for hit in graph.search(query, k)]
-    kinds = tuple(kind for kind in LINK_KINDS if kind != "search")
-    found = graph.frontier(query, hits, set(hits), kinds, cap)
+    found = graph.frontier(query, hits, hits, [kind for kind in LINK_KINDS if kind != "search"], cap)
     picture = nx.Graph()
     picture.add_edges_from(("?", hit, {"kind": "search"}) for hit in hits)
     for link in found:

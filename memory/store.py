@@ -2,19 +2,18 @@
 
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from datetime import datetime
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import TypeAdapter
 
 from cuewalk.memory.config import BuildConfig
-from cuewalk.memory.encoder import Encoder
+from cuewalk.memory.encoder import Encoder, SentenceEncoder
 from cuewalk.memory.graph import MemoryGraph
 from cuewalk.memory.records import Conversation, Entry, Message, Note, Segment
 
@@ -22,6 +21,8 @@ FILE = "memory.sqlite"
 APPLICATION = 0x43554557
 """Written in the SQLite header ("CUEW"), so that a foreign database is told from ours."""
 SCHEMA = 2
+
+Record = TypeVar("Record")
 
 _TABLES = {
     "meta": ("key TEXT PRIMARY KEY", "value TEXT NOT NULL"),
@@ -47,13 +48,8 @@ def save_graph(graph: MemoryGraph, directory: str | Path) -> None:
     directory = Path(directory)
     path = directory / FILE
     if path.exists() and not _blank(path):
-        with _opened(path) as existing:
-            owner = _meta(existing, path)["conversation"]
-        if owner != graph.conversation.id:
-            raise StoreError(
-                f"{directory} holds the memory of {owner!r}; nothing was written. Choose another directory for "
-                f"{graph.conversation.id!r}"
-            )
+        with _opened(path):
+            pass  # foreign and damaged files are refused
     elif not path.exists() and directory.exists() and any(directory.iterdir()):
         raise StoreError(f"{directory} is not empty and holds no {FILE}; nothing was written. Choose a new directory")
     try:
@@ -61,7 +57,15 @@ def save_graph(graph: MemoryGraph, directory: str | Path) -> None:
         with closing(sqlite3.connect(path, isolation_level=None, timeout=30)) as database:
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("BEGIN IMMEDIATE")
-            _write(database, graph)  # an error on the way closes the connection, and so rolls back
+            # An error from here on closes the connection, and so rolls back.
+            database.execute("CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+            (owner,) = database.execute("SELECT max(value) FROM meta WHERE key = 'conversation'").fetchone()
+            if owner not in (None, graph.conversation.id):
+                raise StoreError(
+                    f"{directory} holds the memory of {owner!r}; nothing was written. Choose another directory for "
+                    f"{graph.conversation.id!r}"
+                )
+            _write(database, graph)
             database.execute("COMMIT")
     except (sqlite3.OperationalError, OSError) as error:
         raise StoreError(f"cannot write the memory to {directory} ({error}); what it held before is whole") from error
@@ -74,15 +78,15 @@ def _write(database: sqlite3.Connection, graph: MemoryGraph) -> None:
         "encoder": graph.encoder.name,
         "dimension": str(graph.vectors.shape[1]),
         "digest": graph.digest,
-        "config": _json(asdict(graph.config)),
-        "notes": _json([asdict(note) for note in conversation.notes]),
+        "config": _json(graph.config),
+        "notes": _json(conversation.notes),
         "breaks": _json(sorted(conversation.breaks)),
     }
     rows: dict[str, list[tuple[Any, ...]]] = {
         "meta": list(meta.items()),
-        "messages": [(i, _json(asdict(m))) for i, m in enumerate(conversation.messages)],
-        "segments": [(i, _json(asdict(s))) for i, s in enumerate(graph.segments)],
-        "entries": [(i, _json(asdict(e)), graph.vectors[i].tobytes()) for i, e in enumerate(graph.entries.values())],
+        "messages": [(i, _json(m)) for i, m in enumerate(conversation.messages)],
+        "segments": [(i, _json(s)) for i, s in enumerate(graph.segments)],
+        "entries": [(i, _json(e), graph.vectors[i].tobytes()) for i, e in enumerate(graph.entries.values())],
         "groups": [(i, group, _json(members)) for i, (group, members) in enumerate(graph.groups.items())],
     }
     for table, columns in _TABLES.items():
@@ -100,8 +104,8 @@ def _write(database: sqlite3.Connection, graph: MemoryGraph) -> None:
     database.execute(f"PRAGMA user_version = {SCHEMA}")
 
 
-def load_graph(directory: str | Path, encoder: Encoder) -> MemoryGraph:
-    """Read a graph back.
+def load_graph(directory: str | Path, encoder: Encoder | None = None) -> MemoryGraph:
+    """Read a graph back; without an encoder, the one that it was built with is loaded.
 
     Raises:
         StoreError: If the directory holds no memory, a foreign or a damaged file, a memory of another schema,
@@ -110,46 +114,33 @@ def load_graph(directory: str | Path, encoder: Encoder) -> MemoryGraph:
     path = Path(directory) / FILE
     if not path.is_file() or _blank(path):
         raise StoreError(f"no memory in {directory}: {FILE} is missing. Build one with `cuewalk build`")
-    with _opened(path) as database:
-        database.execute("BEGIN")  # one state, whatever a writer does meanwhile
-        meta = _meta(database, path)
+    with _opened(path) as (database, meta):
+        encoder = encoder or SentenceEncoder(meta["encoder"])
         if meta["encoder"] != encoder.name:
             raise StoreError(
                 f"{path} was built with the encoder {meta['encoder']!r}, not {encoder.name!r}; use that one, or "
                 f"build it again with `cuewalk build`"
             )
-        try:
-            damage = database.execute("PRAGMA integrity_check(1)").fetchone()[0]
-            if damage != "ok":
-                raise StoreError(_damaged(path, damage))
-            tables = {
-                table: database.execute(f"SELECT * FROM {table} ORDER BY position").fetchall()
-                for table in _TABLES
-                if table != "meta"
-            }
-            if any([row[0] for row in rows] != list(range(len(rows))) for rows in tables.values()):
-                raise StoreError(_damaged(path, "rows are missing"))
-            dimension = int(meta["dimension"])
-            return MemoryGraph(
-                Conversation(
-                    meta["conversation"],
-                    tuple(_read(Message, record) for _, record in tables["messages"]),
-                    _read(tuple[Note, ...], meta["notes"]),
-                    frozenset(json.loads(meta["breaks"])),
-                ),
-                [_read(Segment, record) for _, record in tables["segments"]],
-                [_read(Entry, record) for _, record, _ in tables["entries"]],
-                _matrix([vector for *_, vector in tables["entries"]], dimension),
-                encoder,
-                _read(BuildConfig, meta["config"]),
-                {group: json.loads(members) for _, group, members in tables["groups"]},
-                meta["digest"],
-                Path(directory),
-            )
-        except StoreError:
-            raise
-        except (sqlite3.DatabaseError, ValueError, KeyError, TypeError) as error:
-            raise StoreError(_damaged(path, str(error))) from error
+        if (damage := database.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
+            raise ValueError(damage)
+        names = [table for table in _TABLES if table != "meta"]
+        tables = {name: database.execute(f"SELECT * FROM {name} ORDER BY position").fetchall() for name in names}
+        if any([row[0] for row in rows] != list(range(len(rows))) for rows in tables.values()):
+            raise ValueError("rows are missing")
+        messages = tuple(_records(Message, tables["messages"]))
+        notes = TypeAdapter(tuple[Note, ...]).validate_json(meta["notes"])
+        vectors = np.frombuffer(b"".join(row[2] for row in tables["entries"]), dtype=np.float32)
+        return MemoryGraph(
+            Conversation(meta["conversation"], messages, notes, frozenset(json.loads(meta["breaks"]))),
+            _records(Segment, tables["segments"]),
+            _records(Entry, tables["entries"]),
+            vectors.reshape(len(tables["entries"]), int(meta["dimension"])).copy(),
+            encoder,
+            TypeAdapter(BuildConfig).validate_json(meta["config"]),
+            {group: json.loads(members) for _, group, members in tables["groups"]},
+            meta["digest"],
+            Path(directory),
+        )
 
 
 def _blank(path: Path) -> bool:
@@ -162,53 +153,35 @@ def _blank(path: Path) -> bool:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a database for reading, telling a foreign or damaged file from ours."""
-    database = sqlite3.connect(path, isolation_level=None, timeout=30)
+def _opened(path: Path) -> Iterator[tuple[sqlite3.Connection, dict[str, str]]]:
+    """Open a database for reading, with what its table `meta` says; what is foreign or damaged is a StoreError."""
     try:
-        try:
+        with closing(sqlite3.connect(path, isolation_level=None, timeout=30)) as database:
             application = database.execute("PRAGMA application_id").fetchone()[0]
             schema = database.execute("PRAGMA user_version").fetchone()[0]
-        except sqlite3.DatabaseError as error:
-            raise StoreError(_damaged(path, str(error))) from error
-        if application != APPLICATION:
-            raise StoreError(f"{path} is a database of another program, not a memory; nothing was changed")
-        if schema != SCHEMA:
-            raise StoreError(
-                f"{path} is a memory of schema {schema}, this version of cuewalk has {SCHEMA}; nothing was changed. "
-                f"Build it again with `cuewalk build`"
-            )
-        yield database
-    finally:
-        database.close()
-
-
-def _meta(database: sqlite3.Connection, path: Path) -> dict[str, str]:
-    try:
-        meta: dict[str, str] = dict(database.execute("SELECT key, value FROM meta"))
-        keys = ("conversation", "encoder", "dimension", "digest", "config", "notes", "breaks")
-        return {key: meta[key] for key in keys}
-    except (sqlite3.DatabaseError, KeyError) as error:
-        raise StoreError(_damaged(path, str(error))) from error
-
-
-def _damaged(path: Path, reason: str) -> str:
-    return f"{path} is damaged ({reason}); nothing was changed. Restore it, or build it again with `cuewalk build`"
+            if application != APPLICATION:
+                raise StoreError(f"{path} is a database of another program, not a memory; nothing was changed")
+            if schema != SCHEMA:
+                raise StoreError(
+                    f"{path} is a memory of schema {schema}, this version of cuewalk has {SCHEMA}; nothing was "
+                    f"changed. Build it again with `cuewalk build`"
+                )
+            database.execute("BEGIN")  # one state, whatever a writer does meanwhile
+            yield database, dict(database.execute("SELECT key, value FROM meta"))
+    except StoreError:
+        raise
+    except (sqlite3.DatabaseError, ValueError, KeyError, TypeError) as error:
+        if getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN):
+            raise StoreError(f"cannot read {path} ({error}): is another program writing, may you read it?") from error
+        raise StoreError(
+            f"{path} is damaged ({error}); nothing was changed. Restore it, or build it again with `cuewalk build`"
+        ) from error
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, default=datetime.isoformat)
+    return json.dumps(value, default=lambda part: part.isoformat() if isinstance(part, datetime) else asdict(part))
 
 
-def _read(record: Any, text: str) -> Any:
-    return _adapter(record).validate_json(text)
-
-
-@cache
-def _adapter(record: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(record)
-
-
-def _matrix(blobs: Sequence[bytes], dimension: int) -> Any:
-    flat = np.frombuffer(b"".join(blobs), dtype=np.float32)
-    return flat.reshape(len(blobs), dimension).copy()
+def _records(kind: type[Record], rows: Iterable[tuple[Any, ...]]) -> list[Record]:
+    adapter = TypeAdapter(kind)
+    return [adapter.validate_json(row[1]) for row in rows]

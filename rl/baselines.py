@@ -8,7 +8,6 @@ import numpy.typing as npt
 from sklearn.ensemble import HistGradientBoostingClassifier
 
 from cuewalk.env import DataError, EnvConfig, Expand, Gold, RetrievalEnv, Stop, Tasks, Trajectory, format_action
-from cuewalk.env.actions import MAX_EXPAND
 from cuewalk.judges import TrajectoryJudge, covered
 from cuewalk.judges.evidence import words
 from cuewalk.memory import LINK_KINDS, MemoryGraph
@@ -39,7 +38,7 @@ def expand_top(count: int) -> Scripted:
 
     def policy(env: RetrievalEnv, gold: Gold) -> Expand | Stop:
         left = count - len(env.state.taken)
-        labels = tuple(label for label, _ in env.state.frontier[: min(left, MAX_EXPAND, env.state.budget)])
+        labels = tuple(label for label, _ in env.state.frontier[: min(left, env.affordable)])
         return Expand(labels) if labels else Stop()
 
     return policy
@@ -91,7 +90,7 @@ class Ranker:
             return Stop()
         chances = self._model.predict_proba(features(env))[:, 1]
         likely = [int(i) for i in np.argsort(-chances, kind="stable") if chances[i] >= self.threshold]
-        labels = tuple(env.state.frontier[i][0] for i in likely[: min(MAX_EXPAND, env.state.budget)])
+        labels = tuple(env.state.frontier[i][0] for i in likely[: env.affordable])
         return Expand(labels) if labels else Stop()
 
 
@@ -113,4 +112,4 @@ def features(env: RetrievalEnv) -> npt.NDArray[np.float64]:
         ranked = [link.score, place, ranking.get(entry.id, 100), float(near.max()), float(near.mean())]
         surface = [shared, entry.speaker.lower() in question, len(told), wants_date, len(entry.sources), apart]
         rows.append([*ranked, *surface, *(link.kind == kind for kind in LINK_KINDS)])
-    return np.array(rows, dtype=np.float64)
+    return np.array(rows, dtype=np.float64).reshape(len(rows), 11 + len(LINK_KINDS))

@@ -1,16 +1,25 @@
-"""The command `cuewalk`: build, train, evaluate, export."""
+"""The command `cuewalk`: build, inspect, train, evaluate, export, play, calibrate."""
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from cuewalk.env import DataError
-from cuewalk.env.tasks import PARTS
-from cuewalk.memory import SentenceEncoder, StoreError
+from cuewalk.env import DataError, RetrievalEnv
+from cuewalk.env.tasks import PARTS, select
+from cuewalk.judges import JudgeError, TrajectoryJudge
+from cuewalk.judges.calibrate import JUDGES, RIGHT, by_endpoint, by_likelihood, by_score, calibrate
+from cuewalk.judges.trajectory import load_correctness
+from cuewalk.memory import SentenceEncoder, StoreError, load_graph
+from cuewalk.memory.endpoint import EndpointError
 from cuewalk.memory.models import ModelError
+from cuewalk.memory.reader import LocalReader
+from cuewalk.rl.baselines import run_scripted
 from cuewalk.rl.config import ConfigError, load_config
+from cuewalk.rl.data import load_graphs, load_part
 from cuewalk.rl.export import ExportError, export_policy
+from cuewalk.rl.oracle import searching_oracle
 from cuewalk.rl.transcript import TranscriptError
 
 DESCRIPTION = """Train a small language model to walk an agent's memory: expand, refine or stop, under a budget.
@@ -19,17 +28,29 @@ DESCRIPTION = """Train a small language model to walk an agent's memory: expand,
   cuewalk evaluate --config configs/demo.yaml     every policy on the held-out conversations, one table
   cuewalk export   checkpoints/demo policy/       adapter, merged model, policy.json
   cuewalk build    --config configs/demo.yaml     the memories alone
+  cuewalk inspect  checkpoints/memory/NAME        what is in one; --query draws the graph around a question
+  cuewalk play     --config configs/demo.yaml     walk a memory yourself, and see what a judge says
+  cuewalk calibrate answer_f1 --config configs/demo.yaml     how often a judge accepts right and wrong answers
 
 Any setting can be overridden after the command: env.budget=4 grpo.max_steps=50 run_dir=checkpoints/mine
 """
 
+MENDABLE = (
+    ConfigError, DataError, EndpointError, ExportError, JudgeError, ModelError, StoreError, TranscriptError
+)  # fmt: skip
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; errors that a user can mend are one line on stderr and exit status 2."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and not ("overrides" in options and all("=" in part and part[0] != "-" for part in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # argparse takes positional arguments from one place only; settings may stand in several
+        options.overrides += rest
     try:
         return int(options.run(options) or 0)
-    except (ConfigError, DataError, ExportError, ModelError, StoreError, TranscriptError) as error:
+    except MENDABLE as error:
         print(f"cuewalk: {error}", file=sys.stderr)
         return 2
 
@@ -38,28 +59,37 @@ def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="cuewalk", description=DESCRIPTION, formatter_class=raw)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, run, text in (
-        ("build", _build, "build the memory graphs of all parts and say what is in them"),
-        ("train", _train, "build memories, warm up on oracle walks, train with GRPO; resumable"),
-        ("evaluate", _evaluate, "measure all policies on the held-out part; writes evaluation.json, .md and plots"),
-    ):
-        command = commands.add_parser(name, help=text, description=text)
+
+    def add(run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(run.__name__.strip("_"), help=text, description=text)
+        command.set_defaults(run=run)
+        return command
+
+    build = add(_build, "build the memory graphs of all parts and say what is in them")
+    train = add(_train, "build memories, warm up on oracle walks, train with GRPO; resumable")
+    evaluate = add(_evaluate, "measure all policies on the held-out part; writes evaluation.json, .md and plots")
+    evaluate.add_argument("--out", help="folder and name of the files, instead of run_dir/evaluation")
+    play = add(_play, "walk a memory in the terminal; type EXPAND A, REFINE words, STOP")
+    play.add_argument("--question", type=int, default=0, help="its number among the validation questions")
+    asked = add(_calibrate, "ask a judge about right and wrong answers made from the validation questions")
+    asked.add_argument("judge", choices=JUDGES, help="whose acceptance is measured; llm: see judge.llm")
+    asked.add_argument("--per-kind", type=int, default=50, help="answers of each kind at most (50)")
+    for command in (build, train, evaluate, play, asked):
         command.add_argument("--config", required=True, help="a YAML file, such as configs/demo.yaml")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to override")
-        if name == "evaluate":
-            command.add_argument("--out", help="folder and name of the files, instead of run_dir/evaluation")
-        command.set_defaults(run=run)
-    export = commands.add_parser("export", help="write a trained policy into a directory of its own")
+    inspect = add(_inspect, "say what is in a memory, and draw it around a query")
+    inspect.add_argument("directory", help="a folder with a memory.sqlite")
+    inspect.add_argument("--query", help="draw the graph around what this finds")
+    inspect.add_argument("--out", default="memory.png", help="the picture (memory.png)")
+    inspect.add_argument("--samples", type=int, default=3, help="entries shown whole (3)")
+    export = add(_export, "write a trained policy into a directory of its own")
     export.add_argument("run_dir", help="the run directory of `cuewalk train`")
     export.add_argument("out", help="a new directory")
     export.add_argument("--no-merged", action="store_true", help="leave out the merged model (the adapter is enough)")
-    export.set_defaults(run=_export)
     return parser
 
 
 def _build(options: argparse.Namespace) -> None:
-    from cuewalk.rl.data import load_graphs, load_part
-
     config = load_config(options.config, options.overrides)
     encoder = SentenceEncoder(config.encoder)
     for part in PARTS:
@@ -67,6 +97,54 @@ def _build(options: argparse.Namespace) -> None:
         for id_, graph in load_graphs(config, conversations, encoder).items():
             messages = len(graph.conversation.messages)
             print(f"{part:5} {id_}: {messages} messages, {len(graph.entries)} entries, {len(graph.anchors)} anchors")
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from cuewalk.memory.inspection import draw, report
+
+    graph = load_graph(options.directory)
+    print(report(graph, options.samples))
+    if options.query:
+        print(f"\nDrawn: {draw(graph, options.query, options.out)}")
+
+
+def _play(options: argparse.Namespace) -> None:
+    config = load_config(options.config, options.overrides)
+    tasks = select(load_part(config.data, "val"), evidence=True)
+    if not 0 <= options.question < len(tasks.questions):
+        raise DataError(f"--question {options.question}: there are {len(tasks.questions)}, from 0")
+    question = tasks.questions[options.question]
+    conversation = {question.conversation_id: tasks.conversations[question.conversation_id]}
+    graph = load_graphs(config, conversation, SentenceEncoder(config.encoder))[question.conversation_id]
+    gold, judge = tasks.gold[question.id], TrajectoryJudge(config.judge)
+    env = RetrievalEnv(graph, question, config.env)
+    shown, ended = env.reset(seed=config.seed)[0], False
+    while not ended:
+        print(shown)
+        try:
+            shown, _, ended, _, _ = env.step(input("> "))
+        except EOFError:  # nobody is there any more: that keeps what was gathered
+            shown, _, ended, _, _ = env.step("STOP")
+    verdict = judge.score(env.trajectory(), graph, gold)
+    best = judge.score(run_scripted(searching_oracle, env, gold), graph, gold)
+    print(f"{shown}\n\nAnswer: {gold.answer}\nReward {verdict.reward:.3f} ({verdict.reason})")
+    print(*(f"  {name:16}{value:+.3f}" for name, value in verdict.components.items()), sep="\n")
+    print(f"The oracle, who knows where it lies: {best.reward:.3f}")
+
+
+def _calibrate(options: argparse.Namespace) -> None:
+    config = load_config(options.config, options.overrides)
+    tasks = select(load_part(config.data, "val"), evidence=True)
+    if options.judge == "llm":
+        accepts = by_endpoint(load_correctness(replace(config.judge, correctness="llm")))
+    elif options.judge == "likelihood":
+        graphs = load_graphs(config, tasks.conversations, SentenceEncoder(config.encoder))
+        accepts = by_likelihood(LocalReader.from_pretrained(config.judge.reader), graphs)
+    else:
+        accepts = by_score(options.judge)
+    for rate in calibrate(accepts, tasks, options.per_kind, config.seed):
+        share = f"{rate.accepted / rate.n:.2f} ({rate.interval[0]:.2f} to {rate.interval[1]:.2f})" if rate.n else "none"
+        print(f"{'right' if rate.kind in RIGHT else 'wrong'}  {rate.kind:14} accepted {share} of {rate.n}")
 
 
 def _train(options: argparse.Namespace) -> None:

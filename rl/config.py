@@ -5,10 +5,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
+import pydantic.dataclasses
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from cuewalk.env import EnvConfig
@@ -32,102 +33,70 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where conversations and questions come from.
+    """Where conversations and questions come from."""
 
-    Attributes:
-        source: `synthetic` (embedded), `locomo` (locomo10.json) or `json` (a file of yours).
-        path: The file or its folder; for `locomo` the environment variable CUEWALK_DATA where this is null.
-        split: Which frozen split of LoCoMo.
-        conversations: How many synthetic ones for train, val and test (there are 24, 4 and 8).
-    """
-
+    #: `synthetic` (embedded), `locomo` (locomo10.json) or `json` (a file of yours).
     source: Literal["synthetic", "locomo", "json"] = "synthetic"
+    #: The file or its folder; for `locomo` the environment variable CUEWALK_DATA where this is null.
     path: str | None = None
-    split: str = "conv-4-1-5"
+    split: str = "conv-4-1-5"  #: Which frozen split of LoCoMo.
+    #: How many synthetic ones for train, val and test (there are 24, 4 and 8).
     conversations: tuple[int, int, int] = (8, 2, 4)
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class WarmStartConfig:
-    """Supervised learning on oracle picks before GRPO.
+    """Supervised learning on oracle picks before GRPO."""
 
-    Attributes:
-        rows: Training rows: one is a question walked by the oracle from one k. 0 leaves the warm start out.
-        k: First-search sizes that rows are made from.
-        stop_share: Share of rows on which the oracle stops at once. Unweighted it is about three quarters, and
-            imitation then ends in always stopping.
-        picks: Candidates an expansion names at least: the oracle's, then the first of the list. A small model learns
-            to take the first lines long before it learns which lines hold evidence.
-    """
-
-    rows: int = 800
-    k: tuple[int, ...] = (2, 3, 5, 8)
-    stop_share: float = 0.5
-    picks: int = 1
-
-    def __post_init__(self) -> None:
-        if self.rows < 0 or not self.k or min(self.k) < 1 or not 0 <= self.stop_share <= 1:
-            raise ValueError(f"{self}: rows >= 0, every k >= 1, stop_share between 0 and 1")
-        if not 1 <= self.picks <= MAX_EXPAND:
-            raise ValueError(f"warm_start.picks = {self.picks}: between 1 and {MAX_EXPAND}")
+    rows: NonNegativeInt = (
+        800  #: Training rows: one is a question walked by the oracle from one k. 0 leaves the warm start out.
+    )
+    k: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (
+        2,
+        3,
+        5,
+        8,
+    )  #: First-search sizes that rows are made from.
+    #: Share of rows on which the oracle stops at once. Unweighted it is about three quarters, and imitation then ends
+    #: in always stopping.
+    stop_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    #: Candidates an expansion names at least: the oracle's, then the first of the list. A small model learns to take
+    #: the first lines long before it learns which lines hold evidence.
+    picks: Annotated[int, Field(ge=1, le=MAX_EXPAND)] = 1
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """How actions are sampled in training. Evaluation is greedy.
+    """How actions are sampled in training. Evaluation is greedy."""
 
-    Attributes:
-        temperature: Of the softmax; log-probabilities are of the tempered distribution.
-        max_action_tokens: An action longer than this is cut, and so unparsable.
-        max_tokens: Of a whole transcript.
-        replacements: How often a group whose rewards are all equal is replaced by another question.
-    """
-
-    temperature: float = 1.0
-    max_action_tokens: int = 24
-    max_tokens: int = 2048
-    replacements: int = 2
-
-    def __post_init__(self) -> None:
-        if self.temperature <= 0 or self.max_action_tokens < 8 or self.replacements < 0:
-            raise ValueError(f"{self}: temperature > 0, max_action_tokens >= 8, replacements >= 0")
+    temperature: PositiveFloat = 1.0  #: Of the softmax; log-probabilities are of the tempered distribution.
+    max_action_tokens: Annotated[int, Field(ge=8)] = 24  #: An action longer than this is cut, and so unparsable.
+    max_tokens: int = 2048  #: Of a whole transcript.
+    replacements: NonNegativeInt = 2  #: How often a group whose rewards are all equal is replaced by another question.
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        part: `val` or `test`. Tune on val; look at test once a reported result.
-        model_questions: Rows with a language model: `all`, `test_200` (the published list of LoCoMo fold A), or
-            a number n (the first n by the digest of their ids).
-        batch: Questions walked in lockstep.
-    """
-
-    part: Literal["val", "test"] = "test"
+    part: Literal["val", "test"] = "test"  #: `val` or `test`. Tune on val; look at test once a reported result.
+    #: Rows with a language model: `all`, `test_200` (the published list of LoCoMo fold A), or a number n (the first n
+    #: by the digest of their ids).
     model_questions: int | Literal["all", "test_200"] = "all"
-    batch: int = 16
+    batch: int = 16  #: Questions walked in lockstep.
 
 
 @dataclass(frozen=True)
 class Config:
-    """A whole job. `grpo`, `sft` and `lora` go to TRL's GRPOConfig, SFTConfig and PEFT's LoraConfig as they are.
+    """A whole job. `grpo`, `sft` and `lora` go to TRL's GRPOConfig, SFTConfig and PEFT's LoraConfig as they are."""
 
-    Attributes:
-        model: `smollm2-135m`, a local path or a hub id of an instruct model.
-        dtype: Of the base weights; adapters are float32.
-        encoder: `minilm`, a local path or a hub id.
-        run_dir: Where this run keeps everything; a later start goes on from what it finds there.
-        memory_dir: Where built memories are kept, by content; shared between runs.
-        seed: Of everything random.
-    """
-
-    model: str = "smollm2-135m"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    encoder: str = "minilm"
+    model: str = "smollm2-135m"  #: `smollm2-135m`, a local path or a hub id of an instruct model.
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  #: Of the base weights; adapters are float32.
+    encoder: str = "minilm"  #: `minilm`, a local path or a hub id.
+    #: Where this run keeps everything; a later start goes on from what it finds there.
     run_dir: str = "checkpoints/run"
-    memory_dir: str = "checkpoints/memory"
-    seed: int = 0
+    memory_dir: str = "checkpoints/memory"  #: Where built memories are kept, by content; shared between runs.
+    seed: int = 0  #: Of everything random.
     data: DataConfig = field(default_factory=DataConfig)
     memory: BuildConfig = field(default_factory=BuildConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
@@ -143,8 +112,7 @@ class Config:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file and apply `section.key=value` overrides (values are YAML too).
 
-    Raises:
-        ConfigError: If the file is missing or no mapping, a key is unknown, or a value is not allowed.
+    A ConfigError if the file is missing or no mapping, a key is unknown, or a value is not allowed.
     """
     path = Path(path)
     if not path.is_file():
@@ -203,7 +171,8 @@ def _check_keys(tree: Mapping[str, Any], owner: Any, prefix: str) -> None:
     for key, value in tree.items():
         if key not in known:
             raise ConfigError(_unknown(f"{prefix}{key}", str(key), list(known), "known keys"))
-        sections = [kind for kind in (known[key], *get_args(known[key])) if is_dataclass(kind)]
+        kinds = (known[key], *get_args(known[key]))
+        sections = [kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)]
         if not sections or (value is None and known[key] not in sections):  # no section, or an optional one left out
             continue
         if not isinstance(value, Mapping):

@@ -10,28 +10,25 @@ from tqdm import tqdm
 from cuewalk.env import Tasks, load_json, load_locomo
 from cuewalk.env.tasks import PARTS, DataError, load_synthetic
 from cuewalk.memory import Conversation, Encoder, MemoryGraph, build_graph, load_graph, save_graph
-from cuewalk.memory.build import build_digest
+from cuewalk.memory.build import build_digest, load_extractor
 from cuewalk.rl.config import Config, ConfigError, DataConfig
 
 
 def load_part(config: DataConfig, part: str) -> Tasks:
     """Return the conversations, questions and gold of `train`, `val` or `test`.
 
-    Raises:
-        DataError: If the data can't be had.
-        ConfigError: If what is asked for does not exist.
+    A DataError if the data can't be had, a ConfigError if what is asked for does not exist.
     """
     try:
         if config.source == "synthetic":
             return load_synthetic(part, config.conversations[PARTS.index(part)])
-        if config.source == "json":
-            if config.path is None:
-                raise DataError("data.path is not set; give the file with your conversations")
+        if config.source == "json" and config.path is not None:
             return load_json(config.path, part)
-        path = config.path or os.environ.get("CUEWALK_DATA")
-        if path is None:
-            raise DataError("no LoCoMo: set data.path or the environment variable CUEWALK_DATA to its folder")
-        return load_locomo(path, config.split, part)
+        if config.source == "json":
+            raise DataError("data.path is not set; give the file with your conversations")
+        if path := config.path or os.environ.get("CUEWALK_DATA"):
+            return load_locomo(path, config.split, part)
+        raise DataError("no LoCoMo: set data.path or the environment variable CUEWALK_DATA to its folder")
     except DataError:
         raise
     except ValueError as error:
@@ -43,7 +40,7 @@ def load_graphs(config: Config, conversations: Mapping[str, Conversation], encod
 
     A memory's folder name holds the digest of data, configuration and encoder, so a stale one is never read.
     """
-    graphs = {}
+    graphs, extractor = {}, load_extractor(config.memory)
     for conversation in tqdm(conversations.values(), desc="memories", unit="conversation", disable=None):
         digest = build_digest(conversation, config.memory, encoder.name)
         safe = re.sub(r"[^\w.-]", "_", conversation.id)[:80]
@@ -51,6 +48,8 @@ def load_graphs(config: Config, conversations: Mapping[str, Conversation], encod
         if (folder / "memory.sqlite").exists():
             graphs[conversation.id] = load_graph(folder, encoder)
         else:
-            graphs[conversation.id] = build_graph(conversation, encoder, config.memory)
+            graphs[conversation.id] = build_graph(conversation, encoder, config.memory, extractor=extractor)
             save_graph(graphs[conversation.id], folder)
+    if counts := extractor.report():
+        print("memories, asked of the model:", ", ".join(f"{name} {value:.0f}" for name, value in counts.items()))
     return graphs

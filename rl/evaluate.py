@@ -2,13 +2,13 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pandas as pd
 from tqdm import tqdm
 
 from cuewalk.env import Question, RetrievalEnv, Tasks, Trajectory
@@ -19,15 +19,20 @@ from cuewalk.memory.models import load_language_model, load_tokenizer
 from cuewalk.rl import baselines
 from cuewalk.rl.config import Config, ConfigError
 from cuewalk.rl.data import load_graphs, load_part
-from cuewalk.rl.measures import Measures, measure_entries, measure_walk
-from cuewalk.rl.oracle import oracle_action
+from cuewalk.rl.measures import measure_entries, measure_walk
+from cuewalk.rl.oracle import oracle_action, searching_oracle
 from cuewalk.rl.report import write_report
 from cuewalk.rl.rollout import walk_greedily
 from cuewalk.rl.run import provenance, read_metrics
 from cuewalk.rl.statistics import compare
 from cuewalk.rl.transcript import Chat
 
-ByQuestion = dict[str, Measures]
+Found = tuple[Sequence[str] | Trajectory, int]
+"""A working set, or a walk and the set it ended with; and the tokens of the language model, 0 without one."""
+
+COLUMNS = ("policy", "question", "measure", "value")
+"""Of the long table that holds all measures; a value is None where it is not known."""
+
 TOP_K = (5, 8, 10, 20)
 COMPARED = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward")
 
@@ -42,21 +47,47 @@ class Bench:
     judge: TrajectoryJudge
     chat: Chat
 
-    @cached_property
-    def count_tokens(self) -> Callable[[str], int]:
-        """Return the function that counts a text's tokens by the model's tokenizer."""
-        return lru_cache(maxsize=None)(lambda text: len(self.chat.untrusted(text)))
+    def env(self, question: Question) -> RetrievalEnv:
+        """Return the environment of one question."""
+        return RetrievalEnv(self.graphs[question.conversation_id], question, self.config.env)
+
+    def search(self, k: int, questions: Sequence[Question]) -> list[Found]:
+        """Retrieve by plain search: no environment, so no reward."""
+        hits = [self.graphs[question.conversation_id].search(question.text, k) for question in questions]
+        return [([hit.entry for hit in found], 0) for found in hits]
+
+    def walk(self, policy: baselines.Scripted, questions: Sequence[Question]) -> list[Found]:
+        """Retrieve by a policy without a model."""
+        return [(baselines.run_scripted(policy, self.env(q), self.tasks.gold[q.id]), 0) for q in questions]
+
+    def serve(self, model: Any, grammar: bool, questions: Sequence[Question]) -> list[Found]:
+        """Retrieve by a policy with a language model, as it is served."""
+        envs = [self.env(question) for question in questions]
+        rows = walk_greedily(envs, model, self.chat, self.config.sampling, grammar=grammar)
+        return [(row.trajectory, len(row.prompt) + len(row.completion)) for row in rows]
 
     def measure(
-        self, question: Question, found: Sequence[str] | Trajectory, seconds: float, tokens: int = 0
-    ) -> Measures:
-        """Measure a working set, or a walk and the set it ended with; `tokens` are the language model's."""
-        graph, gold = self.graphs[question.conversation_id], self.tasks.gold[question.id]
-        entries = found.working if isinstance(found, Trajectory) else found
-        measures = measure_entries(graph, question, gold, entries, self.count_tokens, self.config.judge.similarity)
-        if isinstance(found, Trajectory):
-            measures |= measure_walk(found, self.judge.score(found, graph, gold).reward)
-        return measures | {"inference_tokens": float(tokens), "seconds": seconds}
+        self, policy: str, questions: Sequence[Question], retrieve: Callable[..., list[Found]], batch: int = 1
+    ) -> list[tuple[str, str, str, float | None]]:
+        """Measure a policy, `batch` questions at a time; return rows of the long table, see `COLUMNS`."""
+        rows = []
+        with tqdm(total=len(questions), desc=policy, unit="question", disable=None) as bar:
+            for start in range(0, len(questions), batch):
+                asked = questions[start : start + batch]
+                started = time.perf_counter()
+                results = retrieve(asked)
+                seconds = (time.perf_counter() - started) / len(asked)
+                for question, (found, tokens) in zip(asked, results, strict=True):
+                    graph, gold = self.graphs[question.conversation_id], self.tasks.gold[question.id]
+                    entries = found.working if isinstance(found, Trajectory) else found
+                    delta = self.config.judge.similarity
+                    measures = measure_entries(graph, question, gold, entries, self.chat.count, delta)
+                    if isinstance(found, Trajectory):
+                        measures |= measure_walk(found, self.judge.score(found, graph, gold).reward)
+                    measures |= {"inference_tokens": float(tokens), "seconds": seconds}
+                    rows += [(policy, question.id, name, value) for name, value in measures.items()]
+                bar.update(len(asked))
+        return rows
 
 
 def evaluate(config: Config, prefix: Path | None = None) -> tuple[dict[str, Any], list[Path]]:
@@ -69,7 +100,6 @@ def evaluate(config: Config, prefix: Path | None = None) -> tuple[dict[str, Any]
     run = Path(config.run_dir)
     if not (run / "config.json").exists():
         raise ConfigError(f"no run in {run}; train one first with `cuewalk train --config …`")
-    chat = Chat(load_tokenizer(config.model))
     part = select(load_part(config.data, config.evaluation.part), evidence=True)
     train = select(load_part(config.data, "train"), evidence=True, clean=True)
     val = select(load_part(config.data, "val"), evidence=True)
@@ -77,11 +107,9 @@ def evaluate(config: Config, prefix: Path | None = None) -> tuple[dict[str, Any]
         raise DataError("no held-out question has gold evidence; the `evidence` judge can't score any")
     conversations = {**part.conversations, **train.conversations, **val.conversations}
     graphs = load_graphs(config, conversations, SentenceEncoder(config.encoder))
-    judge = TrajectoryJudge(config.judge)
-    bench = Bench(config, part, graphs, judge, chat)
+    bench = Bench(config, part, graphs, TrajectoryJudge(config.judge), Chat(load_tokenizer(config.model)))
     ranker = baselines.Ranker(config.seed)
-    ranker.fit(train, val, graphs, config.env, judge)
-    found = {f"top_k={k}": measure_search(bench, k) for k in TOP_K}
+    ranker.fit(train, val, graphs, config.env, bench.judge)
     scripted: dict[str, baselines.Scripted] = {
         "stop": baselines.expand_top(0),
         "random": baselines.random_walk,
@@ -89,9 +117,14 @@ def evaluate(config: Config, prefix: Path | None = None) -> tuple[dict[str, Any]
         "expand_top=3": baselines.expand_top(3),
         "expand_all": baselines.expand_top(config.env.budget),
         "ranker": ranker,
-        "oracle": oracle_action,
+        "oracle_one_hop": oracle_action,
+        "oracle": searching_oracle,
     }
-    found |= {name: measure_scripted(bench, policy, name) for name, policy in scripted.items()}
+    retrievers: dict[str, Callable[..., list[Found]]] = {
+        **{f"top_k={k}": partial(bench.search, k) for k in TOP_K},
+        **{name: partial(bench.walk, policy) for name, policy in scripted.items()},
+    }
+    measured = [row for name, retrieve in retrievers.items() for row in bench.measure(name, part.questions, retrieve)]
     asked = model_questions(config, part)
     from cuewalk.rl.train import load_adapter  # peft is loaded only where an adapter is
 
@@ -100,8 +133,9 @@ def evaluate(config: Config, prefix: Path | None = None) -> tuple[dict[str, Any]
     models = {"untrained": base, "untrained_grammar": base}
     models |= {name: partial(load_adapter, config, run / name) for name in adapters}
     for name, load in models.items():
-        found[name] = measure_model(bench, asked, load(), name, grammar=name == "untrained_grammar")
-    result = summarise(bench, found, [question.id for question in asked])
+        serve = partial(bench.serve, load(), name == "untrained_grammar")
+        measured += bench.measure(name, asked, serve, config.evaluation.batch)
+    result = summarise(bench, pd.DataFrame(measured, columns=COLUMNS), [question.id for question in asked])
     return result, write_report(result, run / "metrics.jsonl", prefix or run / "evaluation")
 
 
@@ -119,63 +153,27 @@ def model_questions(config: Config, part: Tasks) -> tuple[Question, ...]:
     return select(part, ids=[question.id for question in chosen]).questions
 
 
-def measure_search(bench: Bench, k: int) -> ByQuestion:
-    """Measure plain search: no environment, so no reward."""
-    found = {}
-    for question in bench.tasks.questions:
-        started = time.perf_counter()
-        entries = [hit.entry for hit in bench.graphs[question.conversation_id].search(question.text, k)]
-        found[question.id] = bench.measure(question, entries, time.perf_counter() - started)
-    return found
-
-
-def measure_scripted(bench: Bench, policy: baselines.Scripted, name: str) -> ByQuestion:
-    """Measure a policy without a model."""
-    found = {}
-    for question in tqdm(bench.tasks.questions, desc=name, unit="question", disable=None):
-        started = time.perf_counter()
-        env = RetrievalEnv(bench.graphs[question.conversation_id], question, bench.config.env)
-        trajectory = baselines.run_scripted(policy, env, bench.tasks.gold[question.id])
-        found[question.id] = bench.measure(question, trajectory, time.perf_counter() - started)
-    return found
-
-
-def measure_model(bench: Bench, questions: Sequence[Question], model: Any, name: str, grammar: bool) -> ByQuestion:
-    """Measure a policy with a language model, as it is served."""
-    config, found = bench.config, {}
-    with tqdm(total=len(questions), desc=name, unit="question", disable=None) as bar:
-        for start in range(0, len(questions), config.evaluation.batch):
-            batch = questions[start : start + config.evaluation.batch]
-            envs = [RetrievalEnv(bench.graphs[q.conversation_id], q, config.env) for q in batch]
-            started = time.perf_counter()
-            rows = walk_greedily(envs, model, bench.chat, config.sampling, grammar=grammar)
-            seconds = (time.perf_counter() - started) / len(batch)
-            for question, row in zip(batch, rows, strict=True):
-                tokens = len(row.prompt) + len(row.completion)
-                found[question.id] = bench.measure(question, row.trajectory, seconds, tokens)
-                bar.update()
-    return found
-
-
-def summarise(bench: Bench, found: dict[str, ByQuestion], asked: Sequence[str]) -> dict[str, Any]:
-    """Turn measures by question into the one results form: rows, and paired comparisons on common questions."""
-    config, gold = bench.config, bench.tasks.gold
-    conversation = {question.id: question.conversation_id for question in bench.tasks.questions}
-    everyone = list(conversation)
+def summarise(bench: Bench, measured: pd.DataFrame, asked: Sequence[str]) -> dict[str, Any]:
+    """Turn the long table into the one results form: means by policy, and paired comparisons on common questions."""
+    config, tasks = bench.config, bench.tasks
+    everyone, clean = len(tasks.questions), [q.id for q in tasks.questions if tasks.gold[q.id].clean]
     rows = []
-    for policy, measured in found.items():
-        row = _mean_row(policy, measured, list(measured), "all" if len(measured) == len(everyone) else "asked")
-        clean = [id_ for id_ in measured if gold[id_].clean]
-        rows.append(row | {"recall_at_8_clean": _mean(measured, clean, "recall_at_8")})
-        if len(asked) < len(everyone) and len(measured) == len(everyone):
-            rows.append(_mean_row(policy, measured, asked, "asked"))
+    for policy, own in measured.groupby("policy", sort=False):
+        whole = own["question"].nunique() == everyone
+        recall = own[own["question"].isin(clean) & (own["measure"] == "recall_at_8")]["value"].mean()
+        row = _mean_row(policy, "all" if whole else "asked", own)
+        rows.append(row | {"recall_at_8_clean": None if pd.isna(recall) else float(recall)})
+        if whole and len(asked) < everyone:
+            rows.append(_mean_row(policy, "asked", own[own["question"].isin(asked)]))
+    conversation = {question.id: question.conversation_id for question in tasks.questions}
+    by_question = measured.pivot(index="question", columns=["measure", "policy"], values="value")
     comparisons = []
     pairs = [("trained", other) for other in ("stop", "top_k=8", "untrained_grammar", "ranker", "warm_start")]
     for a, b in [*pairs, ("ranker", "top_k=8"), ("oracle", "stop")]:
         for metric in COMPARED:
-            left, right = _known(found.get(a, {}), metric), _known(found.get(b, {}), metric)
-            if both := left.keys() & right.keys():
-                paired = compare({i: left[i] for i in both}, {i: right[i] for i in both}, conversation)
+            both = by_question.reindex(columns=[(metric, a), (metric, b)]).dropna()
+            if len(both):
+                paired = compare(both[metric, a].to_dict(), both[metric, b].to_dict(), conversation)
                 comparisons.append({"metric": metric, "a": a, "b": b, **paired})
     part = config.evaluation.part
     return {
@@ -185,10 +183,10 @@ def summarise(bench: Bench, found: dict[str, ByQuestion], asked: Sequence[str]) 
         "data": {
             "dataset": config.data.source,
             "split": f"{config.data.split}/{part}" if config.data.source == "locomo" else part,
-            "n": len(everyone),
-            "n_clean": sum(gold[id_].clean for id_ in everyone),
+            "n": everyone,
+            "n_clean": len(clean),
             "n_asked": len(asked),
-            "asked": list(asked) if len(asked) < len(everyone) else "all",
+            "asked": list(asked) if len(asked) < everyone else "all",
         },
         "rows": rows,
         "comparisons": comparisons,
@@ -196,20 +194,10 @@ def summarise(bench: Bench, found: dict[str, ByQuestion], asked: Sequence[str]) 
     }
 
 
-def _mean_row(policy: str, measured: ByQuestion, ids: Sequence[str], questions: str) -> dict[str, Any]:
-    names = dict.fromkeys(name for id_ in ids for name in measured[id_])
-    means = {name: _mean(measured, ids, name) for name in names}
-    return {"policy": policy, "questions": questions, "n": len(ids), "reward": None, **means}
-
-
-def _mean(measured: ByQuestion, ids: Iterable[str], name: str) -> float | None:
-    known = _known(measured, name)
-    values = [known[id_] for id_ in ids if id_ in known]
-    return float(np.mean(values)) if values else None
-
-
-def _known(measured: ByQuestion, name: str) -> dict[str, float]:
-    return {id_: value for id_, measures in measured.items() if (value := measures.get(name)) is not None}
+def _mean_row(policy: str, questions: str, own: pd.DataFrame) -> dict[str, Any]:
+    means = own.groupby("measure", sort=False)["value"].mean()
+    known = means.astype(object).where(means.notna(), None)
+    return {"policy": policy, "questions": questions, "n": own["question"].nunique(), "reward": None, **known}
 
 
 def _training_facts(run: Path) -> dict[str, Any]:
@@ -218,10 +206,6 @@ def _training_facts(run: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     steps, seconds = read_metrics(path)
-    return {
-        "grpo_steps": len(steps),
-        "groups": sum(int(line["groups/all"]) for line in steps.values()),
-        "groups_live": sum(int(line["groups/live"]) for line in steps.values()),
-        "groups_replaced": sum(int(line["groups/replaced"]) for line in steps.values()),
-        "seconds": seconds,
-    }
+    counts = {"groups": "groups/all", "groups_live": "groups/live", "groups_replaced": "groups/replaced"}
+    sums = {name: sum(int(line[key]) for line in steps.values()) for name, key in counts.items()}
+    return {"grpo_steps": len(steps), **sums, "seconds": seconds}

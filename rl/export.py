@@ -27,8 +27,7 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
     It holds `adapter/` (PEFT), `merged/` (a plain model, in the configured dtype), the tokenizer in both, and
     `policy.json`: grammar and renderer version, configuration and its digest, digest of the base weights.
 
-    Raises:
-        ExportError: If the run has no trained adapter, or `out` is not empty. Nothing is overwritten.
+    An ExportError if the run has no trained adapter, or `out` is not empty. Nothing is overwritten.
     """
     run, out = Path(run), Path(out)
     if not (run / "trained" / "adapter_config.json").exists():
@@ -93,10 +92,8 @@ class Retriever:
             path: A directory that `cuewalk export` wrote.
             base: Name or path of the base model, where it is not to be had under its own name here.
 
-        Raises:
-            ExportError: If the directory is no export, of another grammar or renderer, or the base's weights are
-                not those that the adapter was trained on.
-            ModelError: If the base can't be loaded.
+        An ExportError if the directory is no export, of another grammar or renderer, or the base's weights are not
+        those that the adapter was trained on; a ModelError if the base can't be loaded.
         """
         path = Path(path)
         if not (path / "policy.json").is_file():

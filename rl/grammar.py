@@ -5,21 +5,21 @@ Never used in training: with a grammar a cold policy's gradient would be the gra
 
 from collections.abc import Callable
 
-from cuewalk.env import State
-from cuewalk.env.actions import MAX_EXPAND
+from cuewalk.env import RetrievalEnv
 from cuewalk.rl.transcript import Chat
 
 
-def allowed_ids(chat: Chat, state: State, max_action_tokens: int) -> Callable[[list[int]], list[int] | None]:
+def allowed_ids(chat: Chat, env: RetrievalEnv, max_action_tokens: int) -> Callable[[list[int]], list[int] | None]:
     """Return what may follow an action's ids in this state: legal letters, affordable lengths, free queries.
 
     The last id of a query of `max_action_tokens` must be the end of turn.
     """
     stop = chat.action("STOP")
     expand, refine = chat.untrusted("EXPAND"), chat.untrusted("REFINE")
-    letters = [chat.letters[label] for label, _ in state.frontier]
-    most = min(MAX_EXPAND, state.budget, len(letters))
-    openings = [stop, *([expand] if most else []), *([refine] if state.budget else [])]
+    letters = [chat.letters[label] for label, _ in env.state.frontier]
+    most = min(env.affordable, len(letters))
+    may_refine = env.state.budget >= env.config.refine_cost
+    openings = [stop, *([expand] if most else []), *([refine] if may_refine else [])]
     ends = {chat.end, *chat.tokenizer.all_special_ids}
 
     def allowed(ids: list[int]) -> list[int] | None:
@@ -27,7 +27,7 @@ def allowed_ids(chat: Chat, state: State, max_action_tokens: int) -> Callable[[l
             taken = ids[len(expand) :]
             free = [letter for letter in letters if letter not in taken]
             return [*(free if len(taken) < most else []), *([chat.end] if taken else [])]
-        if state.budget and ids[: len(refine)] == refine:
+        if may_refine and ids[: len(refine)] == refine:
             if len(ids) >= max_action_tokens - 1:
                 return [chat.end]
             written = len(ids) > len(refine)

@@ -56,15 +56,10 @@ class Group:
     verdicts: list[Verdict | None]
 
     @property
-    def rewards(self) -> list[float | None]:
-        """Return the rewards in row order."""
-        return [None if verdict is None else verdict.reward for verdict in self.verdicts]
-
-    @property
     def live(self) -> bool:
         """Tell whether the rewards differ, so that there is something to learn."""
-        known = [reward for reward in self.rewards if reward is not None]
-        return len(known) > 1 and max(known) - min(known) > 1e-9
+        rewards = [verdict.reward for verdict in self.verdicts if verdict is not None]
+        return len(rewards) > 1 and max(rewards) - min(rewards) > 1e-9
 
 
 @dataclass
@@ -96,9 +91,8 @@ class Rollouts:
         sampler = TransformersSampler(model, self.chat.end, sampling.max_action_tokens, sampling.temperature, generator)
         by_id = {question.id: question for question in self.tasks.questions}
         asked = [by_id[prompt[0]["question_id"]] for prompt in prompts[::size]]
-        groups = self.collect(asked, size, sampler, draw)
-        replaced = 0
-        causes: Counter[str] = Counter(self.cause(group) for group in groups if not group.live)
+        groups, replaced = self.collect(asked, size, sampler, draw), 0
+        causes = Counter(self.cause(group) for group in groups if not group.live)
         for _ in range(sampling.replacements):
             dead = [place for place, group in enumerate(groups) if not group.live]
             fresh = [q for q in self.tasks.questions if q.id not in {group.question.id for group in groups}]
@@ -120,7 +114,7 @@ class Rollouts:
             "completion_ids": [row.completion for row in rows],
             "logprobs": [row.logps for row in rows],
             "env_mask": [row.mask if group.live else [0] * len(row.mask) for group in groups for row in group.rows],
-            "walk_reward": [reward for group in groups for reward in group.rewards],
+            "walk_reward": [None if v is None else v.reward for group in groups for v in group.verdicts],
         }
 
     def collect(
@@ -213,19 +207,17 @@ class WalkTrainer(GRPOTrainer):  # type: ignore[misc]
             masks[0][0] = True
         inner = self.accelerator.unwrap_model(model)
         found = _ForwardRedirection()(model, inner, score_actions, inner, prompts, completions, masks, self.temperature)
-        filled = []
-        for values in found:
-            whole = torch.zeros(scored.shape, device=input_ids.device)
-            flat = torch.cat(list(values))
-            filled.append(whole + 0.0 * flat.sum() if nothing else whole.masked_scatter(scored, flat))
-        return filled[0], filled[1], None
+        whole = torch.zeros(scored.shape, device=input_ids.device)
+        logps, entropies = (torch.cat(list(values)) for values in found)
+        if nothing:
+            return whole + 0.0 * logps.sum(), whole, None
+        return whole.masked_scatter(scored, logps), whole.masked_scatter(scored, entropies), None
 
 
 def prepare_arguments(config: Config, run: Path, questions: int) -> GRPOConfig:
     """Return TRL's arguments.
 
-    Raises:
-        ConfigError: If a setting is unknown, does nothing here, or asks for more questions a step than there are.
+    A ConfigError if a setting is unknown, does nothing here, or asks for more questions a step than there are.
     """
     check_options(config.grpo, GRPOConfig, "grpo")
     for key, reason in INERT.items():
@@ -239,9 +231,7 @@ def prepare_arguments(config: Config, run: Path, questions: int) -> GRPOConfig:
         "per_device_train_batch_size": 32,
         "gradient_accumulation_steps": 1,
         "max_steps": 20,
-        "beta": 0.0,
         "scale_rewards": "none",  # mean-centred, no std: Memora eq. 11
-        "loss_type": "dapo",
         "save_steps": 5,
         "save_total_limit": 2,
     }
@@ -261,7 +251,6 @@ def prepare_arguments(config: Config, run: Path, questions: int) -> GRPOConfig:
     fixed = {
         "temperature": config.sampling.temperature,
         "max_completion_length": config.sampling.max_tokens,
-        "remove_unused_columns": False,
         "shuffle_dataset": False,  # question_order shuffles
         "steps_per_generation": chosen["gradient_accumulation_steps"],
     }
@@ -292,8 +281,5 @@ def question_order(questions: Sequence[Question], arguments: GRPOConfig, seed: i
     """
     rows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     needed = arguments.max_steps * rows // arguments.num_generations
-    order: list[Question] = []
-    draw = random.Random(f"questions {seed}")
-    while len(order) < needed:
-        order += draw.sample(list(questions), len(questions))
-    return order[:needed]
+    draw, rounds = random.Random(f"questions {seed}"), -(-needed // len(questions))
+    return [question for _ in range(rounds) for question in draw.sample(questions, len(questions))][:needed]

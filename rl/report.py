@@ -9,6 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import pandas as pd
 
 from cuewalk.env.tasks import CATEGORIES
 from cuewalk.rl.run import read_metrics
@@ -78,8 +79,8 @@ def markdown(result: dict[str, Any]) -> str:
     for scope, title in (("asked", "Same questions for all policies"), ("all", "All questions")):
         if rows := [row for row in result["rows"] if row["questions"] == scope]:
             parts += [f"## {title}", table(rows)]
-    known = {key for row in result["rows"] for key in row if key.startswith("recall_at_8_c") and key[-1].isdigit()}
-    categories = {key: key[-2:] for key in sorted(known)} | {"recall_at_8_clean": "clean"}
+    categories = {key: key.removeprefix("recall_at_8_") for row in result["rows"] for key in row if "_at_8_" in key}
+    ordered = dict(sorted(categories.items(), key=lambda item: (len(item[1]), item[1])))  # c1, c2, …, c10, clean
     comparisons = [
         (
             c["metric"],
@@ -97,7 +98,7 @@ def markdown(result: dict[str, Any]) -> str:
         "## recall@8 by category",
         f"{', '.join(f'{number} {name}' for number, name in CATEGORIES.items())}; `clean` leaves out the questions "
         "whose gold the errata mark wrong.",
-        table(result["rows"], categories),
+        table(result["rows"], ordered),
         "## Paired differences",
         "By question, averaged within each conversation; 95% interval by t over the conversations, and beside it the "
         "bootstrap over questions within conversations.",
@@ -108,16 +109,14 @@ def markdown(result: dict[str, Any]) -> str:
 
 def plot_entries(result: dict[str, Any], path: Path) -> None:
     """Plot recall against entries: plain search as a curve, every policy as a point."""
-    rows = same_questions(result["rows"])
+    rows = pd.DataFrame(same_questions(result["rows"]))
     figure, axes = plt.subplots(figsize=(7, 4.5))
-    search = sorted((r["entries"], r["evidence_recall"]) for r in rows if r["policy"].startswith("top_k"))
-    axes.plot(*zip(*search, strict=True), color="0.6", marker=".", label="search, top k")
-    walked = [row for row in rows if not row["policy"].startswith("top_k")]
-    for place, row in enumerate(walked):
-        color, marker = f"C{place % 10}", "osD^vP*X"[place % 8]
-        axes.scatter(row["entries"], row["evidence_recall"], color=color, marker=marker, label=row["policy"], zorder=3)
+    search = rows[rows["policy"].str.startswith("top_k")].sort_values("entries")
+    axes.plot(search["entries"], search["evidence_recall"], color="0.6", marker=".", label="search, top k")
+    for place, row in enumerate(rows.drop(search.index).itertuples()):
+        axes.plot(row.entries, row.evidence_recall, "osD^vP*X"[place % 8], label=row.policy)
     axes.set(xlabel="entries in the working set (mean)", ylabel="share of the evidence found")
-    axes.set_title(f"{result['name']}: recall against entries, n = {rows[0]['n']}", fontsize=10)
+    axes.set_title(f"{result['name']}: recall against entries, n = {rows['n'][0]}", fontsize=10)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150, bbox_inches="tight")
@@ -126,10 +125,10 @@ def plot_entries(result: dict[str, Any], path: Path) -> None:
 
 def plot_learning(metrics: Path, path: Path) -> bool:
     """Plot GRPO's reward, action shares and live groups by step; False where nothing was logged."""
-    steps = read_metrics(metrics)[0] if metrics.exists() else {}
-    if not steps:
+    steps = pd.DataFrame(read_metrics(metrics)[0] if metrics.exists() else {}).T
+    if steps.empty:
         return False
-    rows = [row | {"share_live": row["groups/live"] / row["groups/all"]} for row in steps.values()]
+    steps["share_live"] = steps["groups/live"] / steps["groups/all"]
     panels = {
         "reward (sampled, training questions)": {"reward": "reward", "reward/gain": "gain in recall"},
         "share of actions": {f"actions/{kind}": kind for kind in ("expand", "refine", "stop", "bad")},
@@ -137,12 +136,9 @@ def plot_learning(metrics: Path, path: Path) -> bool:
     }
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.4))
     for axis, (title, curves) in zip(axes, panels.items(), strict=True):
-        for key, label in curves.items():
-            if key in rows[0]:  # a judge may have no gain among its components
-                axis.plot(list(steps), [row[key] for row in rows], marker=".", label=label)
-        axis.set(title=title, xlabel="GRPO step")
+        known = steps.filter(list(curves)).astype(float)  # a judge may have no gain among its components
+        known.rename(columns=curves).plot(ax=axis, title=title, xlabel="GRPO step", marker=".", grid=True)
         axis.legend(fontsize=7)
-        axis.grid(alpha=0.3)
     figure.savefig(path, dpi=150, bbox_inches="tight")
     plt.close(figure)
     return True

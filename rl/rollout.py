@@ -5,39 +5,46 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cuewalk.env import RetrievalEnv, Trajectory
+from cuewalk.env.environment import step_together
 from cuewalk.rl.config import SamplingConfig
 from cuewalk.rl.grammar import allowed_ids
-from cuewalk.rl.sampler import Sampler, TransformersSampler
+from cuewalk.rl.sampler import TransformersSampler
 from cuewalk.rl.transcript import Chat, TranscriptError
 
 
 @dataclass(slots=True)
 class Row:
-    """One trajectory as tokens: what TRL trains on.
+    """One trajectory as tokens: what TRL trains on."""
 
-    Attributes:
-        env: Where it is walked.
-        prompt: Ids of the first observation in its turn.
-        completion: Actions and observations in turn; ends with an action.
-        mask: 1 on sampled ids, 0 on observations; as long as `completion`.
-        logps: The sampler's log-probabilities; 0.0 on observations.
-    """
-
-    env: RetrievalEnv
-    prompt: list[int]
-    completion: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
+    env: RetrievalEnv  #: Where it is walked.
+    prompt: list[int]  #: Ids of the first observation in its turn.
+    completion: list[int] = field(default_factory=list)  #: Actions and observations in turn; ends with an action.
+    mask: list[int] = field(default_factory=list)  #: 1 on sampled ids, 0 on observations; as long as `completion`.
+    logps: list[float] = field(default_factory=list)  #: The sampler's log-probabilities; 0.0 on observations.
 
     @property
     def trajectory(self) -> Trajectory:
         """Return what happened, once it has ended."""
         return self.env.trajectory()
 
+    def append(self, ids: Sequence[int], logps: Sequence[float], *, sampled: bool) -> None:
+        """Append an action, or what was observed, to the completion."""
+        self.completion += ids
+        self.mask += [int(sampled)] * len(ids)
+        self.logps += logps
+
+    def check_length(self, max_tokens: int) -> None:
+        """Raise a TranscriptError where the transcript is longer than `max_tokens`."""
+        if (length := len(self.prompt) + len(self.completion)) > max_tokens:
+            raise TranscriptError(
+                f"question {self.env.question.id!r}: a transcript of {length} tokens, more than sampling.max_tokens = "
+                f"{max_tokens}; lower env.frontier_cap, env.value_words or env.abstraction_words, or raise the limit"
+            )
+
 
 def walk(
     groups: Sequence[Sequence[RetrievalEnv]],
-    sampler: Sampler,
+    sampler: TransformersSampler,
     chat: Chat,
     *,
     max_tokens: int,
@@ -54,41 +61,33 @@ def walk(
         seeds: One a group: letters are given out at random; None gives them out in order.
         grammar_tokens: Decode under the action grammar, an action no longer than this; None decodes freely.
 
-    Raises:
-        TranscriptError: If a transcript gets longer than `max_tokens`.
+    A TranscriptError if a transcript gets longer than `max_tokens`.
     """
     options = {"shuffle_labels": seeds is not None}
-    prompts: list[list[int]] = []
     rows: list[Row] = []
     drawn: Sequence[int | None] = seeds or [None] * len(groups)
     for group, seed in zip(groups, drawn, strict=True):
         started = [env.reset(seed=seed, options=options)[0] for env in group]
-        prompts.append(chat.first(started[0]))
-        rows += [Row(env, list(prompts[-1])) for env in group]
-        _check_length(rows[-1], max_tokens)
+        prompt = chat.first(started[0])
+        rows += [Row(env, list(prompt)) for env in group]
+        rows[-1].check_length(max_tokens)
     copies = len(groups[0])
-    sampler.begin(prompts, copies)
+    sampler.begin([row.prompt for row in rows[::copies]], copies)
     live = rows
     while live:
-        rules = None
-        if grammar_tokens is not None:
-            rules = [allowed_ids(chat, row.env.state, grammar_tokens) for row in live]
+        rules = None if grammar_tokens is None else [allowed_ids(chat, row.env, grammar_tokens) for row in live]
         actions, logps = sampler.act(rules)
-        kept: list[int] = []
-        observations: list[list[int]] = []
-        for place, (row, ids, scores) in enumerate(zip(live, actions, logps, strict=True)):
-            _append(row, ids, scores, sampled=True)
-            observation, _, ended, _, _ = row.env.step(chat.read(ids))
-            if ended:
-                continue
-            # A cut action lacks its end of turn: the template's goes in, as an observed id.
-            answer = [*([] if ids[-1] == chat.end else [chat.end]), *chat.following(observation)]
-            _append(row, answer, [0.0] * len(answer), sampled=False)
-            _check_length(row, max_tokens)
-            kept.append(place)
-            observations.append(answer)
-        sampler.observe(kept, observations)
-        live = [live[place] for place in kept]
+        answers: dict[int, list[int]] = {}
+        stepped = step_together([row.env for row in live], [chat.read(ids) for ids in actions])
+        for place, (row, ids, (observation, _, ended, _, _)) in enumerate(zip(live, actions, stepped, strict=True)):
+            row.append(ids, logps[place], sampled=True)
+            if not ended:
+                # A cut action lacks its end of turn: the template's goes in, as an observed id.
+                answers[place] = [*([] if ids[-1] == chat.end else [chat.end]), *chat.following(observation)]
+                row.append(answers[place], [0.0] * len(answers[place]), sampled=False)
+                row.check_length(max_tokens)
+        sampler.observe(list(answers), list(answers.values()))
+        live = [live[place] for place in answers]
     return [rows[start : start + copies] for start in range(0, len(rows), copies)]
 
 
@@ -97,22 +96,6 @@ def walk_greedily(
 ) -> list[Row]:
     """Walk one environment a question as a policy is served: the likeliest actions, letters in order."""
     limit = sampling.max_action_tokens
-    sampler = TransformersSampler(model, chat.end, limit, temperature=0)
-    rules = limit if grammar else None
+    sampler, rules = TransformersSampler(model, chat.end, limit, temperature=0), limit if grammar else None
     groups = walk([[env] for env in envs], sampler, chat, max_tokens=sampling.max_tokens, grammar_tokens=rules)
     return [row for (row,) in groups]
-
-
-def _append(row: Row, ids: Sequence[int], logps: Sequence[float], *, sampled: bool) -> None:
-    row.completion += ids
-    row.mask += [int(sampled)] * len(ids)
-    row.logps += logps
-
-
-def _check_length(row: Row, max_tokens: int) -> None:
-    length = len(row.prompt) + len(row.completion)
-    if length > max_tokens:
-        raise TranscriptError(
-            f"question {row.env.question.id!r}: a transcript of {length} tokens, more than sampling.max_tokens = "
-            f"{max_tokens}; lower env.frontier_cap, env.value_words or env.abstraction_words, or raise the limit"
-        )

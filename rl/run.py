@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,9 @@ FREE = ("run_dir", "memory_dir", "evaluation", "grpo.max_steps")
 def open_run(config: Config) -> Path:
     """Make the run directory, or go on in it if it holds a run of the same configuration.
 
-    Raises:
-        ConfigError: If it holds another run, or files that are none. Nothing is overwritten.
+    A ConfigError if it holds another run, or files that are none. Nothing is overwritten.
     """
-    run = Path(config.run_dir)
-    tree = config_tree(config)
+    run, tree = Path(config.run_dir), config_tree(config)
     path = run / "config.json"
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))["config"]
@@ -69,18 +67,18 @@ def _differences(before: Any, after: Any, place: str = "") -> list[str]:
     return [] if before == after else [place]
 
 
+@dataclass
 class MetricsLog(TrainerCallback):  # type: ignore[misc]
     """Append what a trainer logs to `metrics.jsonl`, one line a step, after `stage`."""
 
-    def __init__(self, path: Path, stage: str) -> None:
-        self._path = path
-        self._stage = stage
+    path: Path
+    stage: str
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Write one line."""
         if state.is_world_process_zero and logs:
-            row = {"stage": self._stage, "step": state.global_step, **logs}
-            with self._path.open("a", encoding="utf-8") as file:
+            row = {"stage": self.stage, "step": state.global_step, **logs}
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, default=float) + "\n")
 
 
@@ -102,15 +100,19 @@ def trainer_defaults(run: Path, stage: str, config: Config) -> dict[str, Any]:
         "use_cpu": not torch.cuda.is_available(),
         "bf16": False,  # the base is loaded in `dtype`; adapters stay float32
         checkpointing: False,  # it would recompute what the shared prefix keeps
-        "report_to": "none",
         "logging_steps": 1,
         "max_grad_norm": 0.5,
     }
 
 
+def last_step(stage: Path) -> int:
+    """Return the step of a stage's newest whole checkpoint, 0 without one; a half-written one has no state yet."""
+    states = stage.glob("checkpoint-*/trainer_state.json")
+    return max((int(state.parent.name.split("-")[1]) for state in states), default=0)
+
+
 def run_trainer(trainer: Any, out: Path) -> None:
     """Train, from the stage's newest whole checkpoint where there is one, and save the adapter in `out`."""
-    found = [p for p in Path(trainer.args.output_dir).glob("checkpoint-*") if (p / "trainer_state.json").exists()]
-    last = max(found, key=lambda p: int(p.name.split("-")[1]), default=None)
-    trainer.train(resume_from_checkpoint=str(last) if last else None)
+    step = last_step(Path(trainer.args.output_dir))
+    trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-{step}" if step else None)
     trainer.save_model(str(out))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import DynamicCache
@@ -14,35 +14,15 @@ Allowed = Callable[[list[int]], list[int] | None]
 """The ids of an action so far -> the ids that may follow, or None where any may."""
 
 
-class Sampler(Protocol):
-    """What a rollout needs of an engine; rows are trajectories, in the order of the prompts."""
-
-    tokens: int
-
-    def begin(self, prompts: Sequence[Sequence[int]], copies: int) -> None:
-        """Compute each prompt once and give it `copies` rows, side by side."""
-
-    def act(self, allowed: Sequence[Allowed] | None) -> tuple[list[list[int]], list[list[float]]]:
-        """Sample one action for each row: its ids (with the end of turn, where it came) and log-probabilities."""
-
-    def observe(self, rows: Sequence[int], observations: Sequence[Sequence[int]]) -> None:
-        """Keep only these rows (numbered as now), and append what the environment answered."""
-
-
 @dataclass(eq=False)
 class TransformersSampler:
-    """Sampling with transformers, on a CPU or a GPU.
+    """Sampling with transformers, on a CPU or a GPU, from a model with or without adapters in evaluation mode.
 
     Cache slots are laid out alike for all rows, so a row shorter than its neighbours has slots that are masked
     out; positions count a row's own tokens only. An action's last id is computed together with the observation
-    that follows it, for no decision hangs on it before.
-
-    Args:
-        model: A causal language model, with or without adapters; used in evaluation mode.
-        end: The end-of-turn id.
-        max_action_tokens: An action is cut after so many ids.
-        temperature: Of the softmax; 0 takes the likeliest id (log-probabilities are then at temperature 1).
-        generator: Source of randomness; needed unless the temperature is 0.
+    that follows it, for no decision hangs on it before. An action ends with the id `end`, or is cut after
+    `max_action_tokens`. Temperature 0 takes the likeliest id (log-probabilities are then at temperature 1); any other
+    needs a generator.
     """
 
     model: Any
@@ -59,7 +39,7 @@ class TransformersSampler:
 
     @torch.no_grad()
     def begin(self, prompts: Sequence[Sequence[int]], copies: int) -> None:
-        """Compute each prompt once and give it `copies` rows, side by side."""
+        """Compute each prompt once and give it `copies` rows, side by side, in the order of the prompts."""
         self._cache = DynamicCache(config=self.model.config)
         self._mask = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.model.device)
         self._logits = self._forward(prompts)
@@ -71,12 +51,11 @@ class TransformersSampler:
     @torch.no_grad()
     def act(self, allowed: Sequence[Allowed] | None = None) -> tuple[list[list[int]], list[list[float]]]:
         """Sample one action for each row: its ids (with the end of turn, where it came) and log-probabilities."""
-        count = len(self._logits)
+        logits, count = self._logits, len(self._logits)
         ids: list[list[int]] = [[] for _ in range(count)]
         logps: list[list[float]] = [[] for _ in range(count)]
-        logits = self._logits
         open_rows = list(range(count))
-        while True:
+        while open_rows:
             if allowed is not None:
                 logits = logits.clone()
                 for row in open_rows:
@@ -89,16 +68,13 @@ class TransformersSampler:
                 chosen = torch.multinomial(scores.exp(), 1, generator=self.generator).squeeze(1)
             else:
                 chosen = scores.argmax(-1)
-            picked = scores.gather(1, chosen[:, None]).squeeze(1).tolist()
-            tokens = chosen.tolist()
+            tokens, picked = chosen.tolist(), scores.gather(1, chosen[:, None]).squeeze(1).tolist()
             for row in open_rows:
                 ids[row].append(tokens[row])
                 logps[row].append(picked[row])
             open_rows = [r for r in open_rows if ids[r][-1] != self.end and len(ids[r]) < self.max_action_tokens]
-            if not open_rows:
-                break
-            still = set(open_rows)
-            logits = self._forward([[tokens[row]] if row in still else [] for row in range(count)])
+            if open_rows:
+                logits = self._forward([[tokens[row]] if row in open_rows else [] for row in range(count)])
         self._last = [row[-1:] for row in ids]
         return ids, logps
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from cuewalk.memory.models import ModelError, decoder_and_head, run_decoder
@@ -19,8 +20,7 @@ Tensors = Sequence[torch.Tensor]
 def check_model(model: Any) -> None:
     """Make sure that hidden states through the head are the model's logits, also past a cached prefix.
 
-    Raises:
-        ModelError: If not: the model scales or caps its logits, or keeps another kind of cache.
+    A ModelError if not: the model scales or caps its logits, or keeps another kind of cache.
     """
     decoder, head = decoder_and_head(model)
     ids = torch.arange(5, 13, device=model.device)[None] % model.config.vocab_size
@@ -39,7 +39,7 @@ def check_model(model: Any) -> None:
 def score_actions(
     model: Any, prompts: Tensors, completions: Tensors, masks: Tensors, temperature: float = 1.0
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Score the masked tokens of completions.
+    """Score the masked tokens of completions: log-probabilities and entropies, a row each (masks_i.sum(),) float32.
 
     Rows with one prompt share its forward pass, and equal completions of it share theirs; rows without a masked
     token cost nothing. Gradients flow as if each row had been computed apart.
@@ -50,9 +50,6 @@ def score_actions(
         completions: Row by row, (C_i,) ids: actions and observations in turn.
         masks: Row by row, (C_i,) bool: True on sampled tokens.
         temperature: Of the softmax.
-
-    Returns:
-        For each row its masked tokens' log-probabilities and the entropies there, (masks_i.sum(),) float32.
     """
     decoder, head = decoder_and_head(model)
     empty = torch.zeros(0, device=model.device)
@@ -85,7 +82,6 @@ def score_actions(
 
 def pad_rows(rows: Sequence[Sequence[int]], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Pad id lists on the right; return ids and validity, both (B, longest) int64."""
-    longest = max(len(row) for row in rows)
-    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
-    valid = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
-    return ids, valid
+    ids = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True)
+    valid = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in rows], batch_first=True)
+    return ids.to(device), valid.to(device)

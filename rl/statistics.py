@@ -4,43 +4,31 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 
 
 def compare(
     a: Mapping[str, float], b: Mapping[str, float], conversation: Mapping[str, str], *, seed: int = 0
 ) -> dict[str, Any]:
-    """Compare two policies by question.
+    """Compare two policies by question; `a` and `b` map the same question ids to values (averaged over seeds first).
 
-    Args:
-        a: Question id -> value (averaged over seeds first).
-        b: The same questions' values under the other policy.
-        conversation: Question id -> conversation id.
-        seed: Of the bootstrap.
-
-    Returns:
-        `difference` (the mean of the conversations' mean paired differences), `low` and `high` (95%, t over the
-        conversations; None with fewer than two), `detectable` (the smallest true difference found with 80% power),
-        `question_low` and `question_high` (95% bootstrap of the question mean, stratified by conversation),
-        `by_conversation`, `n`.
-
-    Raises:
-        ValueError: If the two don't hold the same questions.
+    Returns `difference` (the mean of the conversations' mean paired differences), `low` and `high` (95%, t over the
+    conversations; None with fewer than two), `detectable` (the smallest true difference found with 80% power),
+    `question_low` and `question_high` (95% bootstrap of the question mean, stratified by conversation, from `seed`),
+    `by_conversation`, `n`. A ValueError if the two don't hold the same questions.
     """
     if a.keys() != b.keys() or not a:
         raise ValueError(f"a paired comparison needs the same questions on both sides; got {len(a)} and {len(b)}")
-    grouped: dict[str, list[float]] = {}
-    for question in sorted(a):
-        grouped.setdefault(conversation[question], []).append(a[question] - b[question])
-    means = {id_: float(np.mean(values)) for id_, values in grouped.items()}
-    values = list(means.values())
-    difference = float(np.mean(values))
+    strata = (pd.Series(a) - pd.Series(b)).sort_index().groupby(dict(conversation), sort=False)
+    means = strata.mean()
+    difference = float(means.mean())
     result: dict[str, Any] = {"difference": difference, "low": None, "high": None, "detectable": None}
-    if len(values) > 1:
-        error = float(stats.sem(values))
-        t, power = (float(stats.t.ppf(share, len(values) - 1)) for share in (0.975, 0.8))
+    if len(means) > 1:
+        error = float(stats.sem(means))
+        t, power = (float(stats.t.ppf(share, len(means) - 1)) for share in (0.975, 0.8))
         result |= {"low": difference - t * error, "high": difference + t * error, "detectable": (t + power) * error}
     draw = np.random.default_rng(seed)  # questions are drawn anew within each conversation, 2000 times
-    sums = np.sum([draw.choice(stratum, size=(2000, len(stratum))).sum(axis=1) for stratum in grouped.values()], axis=0)
+    sums = np.sum([draw.choice(stratum, size=(2000, len(stratum))).sum(axis=1) for _, stratum in strata], axis=0)
     low, high = (float(bound) for bound in np.percentile(sums / len(a), [2.5, 97.5]))
-    return {**result, "question_low": low, "question_high": high, "by_conversation": means, "n": len(a)}
+    return {**result, "question_low": low, "question_high": high, "by_conversation": means.to_dict(), "n": len(a)}

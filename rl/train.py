@@ -15,12 +15,13 @@ from trl import SFTConfig
 
 from cuewalk.env.tasks import DataError, select
 from cuewalk.judges import TrajectoryJudge
+from cuewalk.judges.calibrate import by_endpoint, calibrate, wrongly_accepted
 from cuewalk.memory import SentenceEncoder
 from cuewalk.memory.models import load_language_model, load_tokenizer
 from cuewalk.rl.config import Config, ConfigError, check_options
 from cuewalk.rl.data import load_graphs, load_part
 from cuewalk.rl.grpo import Rollouts, prepare_arguments, train_grpo
-from cuewalk.rl.run import open_run
+from cuewalk.rl.run import last_step, open_run
 from cuewalk.rl.scoring import check_model
 from cuewalk.rl.transcript import Chat
 from cuewalk.rl.warm_start import teach_rows, warm_start
@@ -32,37 +33,53 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 def train(config: Config) -> Path:
     """Run a whole training job and return its run directory.
 
-    Raises:
-        ConfigError, DataError, ModelError, StoreError: Before any training, with what to do.
+    A ConfigError, DataError, ModelError or StoreError before any training, with what to do.
     """
     tasks = select(load_part(config.data, "train"), evidence=True, clean=True)
     if not tasks.questions:
         raise DataError("no training question has gold evidence; the `evidence` judge can't score any")
     # Refused before anything is written:
-    prepare_arguments(config, Path(config.run_dir), len(tasks.questions))
+    arguments = prepare_arguments(config, Path(config.run_dir), len(tasks.questions))
     check_options(config.sft, SFTConfig, "sft")
     check_options(config.lora, LoraConfig, "lora")
     if config.lora.get("lora_dropout"):
         raise ConfigError("config: lora.lora_dropout must be 0: the sampler and the trainer would see two policies")
+    judge = TrajectoryJudge(config.judge)
+    check_judge(config, judge)
     chat = Chat(load_tokenizer(config.model))
     state = PartialState(cpu=not torch.cuda.is_available())
     with state.main_process_first():
         run = open_run(config)
-    done = [int(p.name.split("-")[1]) for p in (run / "grpo").glob("checkpoint-*")]
-    wants_more = bool(done) and config.grpo.get("max_steps", 20) > max(done)
+    wants_more = 0 < last_step(run / "grpo") < arguments.max_steps
     if (run / "trained" / "adapter_config.json").exists() and not wants_more:
         return run
     set_seed(config.seed)
     with state.main_process_first():  # the others read what it built
         graphs = load_graphs(config, tasks.conversations, SentenceEncoder(config.encoder))
     if config.warm_start.rows and not (run / "warm_start" / "adapter_config.json").exists():
-        rows = teach_rows(config, tasks, graphs, chat)
-        warm_start(config, run, new_adapter(config), chat, rows)
+        warm_start(config, run, new_adapter(config), chat, teach_rows(config, tasks, graphs, chat))
         state.wait_for_everyone()
     start = run / "warm_start"
     model = load_adapter(config, start, trainable=True) if start.exists() else new_adapter(config)
-    train_grpo(config, run, model, Rollouts(config, tasks, graphs, chat, TrajectoryJudge(config.judge)))
+    train_grpo(config, run, model, Rollouts(config, tasks, graphs, chat, judge))
     return run
+
+
+def check_judge(config: Config, judge: TrajectoryJudge) -> None:
+    """Refuse to train on an `llm` judge that takes wrong answers for right: a policy would learn to please it.
+
+    A ConfigError if it accepts more of the wrong answers than `judge.most_wrong`; a JudgeError if its endpoint can't
+    be asked.
+    """
+    if config.judge.correctness != "llm":
+        return
+    rates = calibrate(by_endpoint(judge.correctness), load_part(config.data, "val"), per_kind=20, seed=config.seed)
+    if (share := wrongly_accepted(rates)) > config.judge.most_wrong:
+        raise ConfigError(
+            f"config: the judge {config.judge.llm.model!r} accepts {share:.0%} of the wrong answers, more than "
+            f"judge.most_wrong = {config.judge.most_wrong:.0%} (see `cuewalk calibrate llm`); take a stricter model, "
+            f"or raise judge.most_wrong to train on it all the same"
+        )
 
 
 def new_adapter(config: Config) -> Any:

@@ -1,7 +1,7 @@
 """Observations as token ids: tokenised once, appended only, untrusted text kept from being special tokens."""
 
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from cuewalk.env import LABELS
@@ -20,13 +20,13 @@ class Chat:
     Args:
         tokenizer: With a chat template and an end-of-turn token as `eos_token`.
 
-    Raises:
-        TranscriptError: If a label is more than one token, or the template does not keep turns in order.
+    A TranscriptError if a label is more than one token, or the template does not keep turns in order.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.end: int = tokenizer.eos_token_id
+        self.count = cache(lambda text: len(self.untrusted(text)))  # of tokens; an evaluation counts an entry often
         marks = {"cuewalkfirst": "user", "cuewalkaction": "assistant", "cuewalksecond": "user"}
         turns = [{"role": role, "content": mark} for mark, role in marks.items()]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)

@@ -28,8 +28,7 @@ def teach_rows(config: Config, tasks: Tasks, graphs: dict[str, MemoryGraph], cha
     Each row has `input_ids`, the `positions` of action ids, and for each its `targets`: the ids that are right
     there. A letter's targets are all picks not yet named: any order of the gold letters is right, then the end.
 
-    Raises:
-        ConfigError: If there are fewer than `warm_start.rows` (question, k) pairs of a kind to choose from.
+    A ConfigError if there are fewer than `warm_start.rows` (question, k) pairs of a kind to choose from.
     """
     draw = random.Random(f"warm start {config.seed}")
     # Round by round, so that few rows are of many questions: in each, every question once, with a k of its own.
@@ -40,7 +39,7 @@ def teach_rows(config: Config, tasks: Tasks, graphs: dict[str, MemoryGraph], cha
         pairs += draw.sample(asked, len(asked))
     stops = round(config.warm_start.rows * config.warm_start.stop_share)
     wanted = {True: stops, False: config.warm_start.rows - stops}
-    rows = []
+    rows: list[dict[str, Any]] = []
     bar = tqdm(total=config.warm_start.rows, desc="oracle walks", unit="row", disable=None)
     for number, (question, k) in enumerate(pairs):
         if not any(wanted.values()):
@@ -78,8 +77,7 @@ def _filled(action: Expand | Stop, env: RetrievalEnv, picks: int) -> tuple[Expan
     if isinstance(action, Stop):
         return action, 0
     free = [label for label, _ in env.state.frontier if label not in action.labels]
-    most = min(picks, env.state.budget // env.config.expand_cost)
-    labels = (*action.labels, *free[: max(0, most - len(action.labels))])
+    labels = (*action.labels, *free[: max(0, min(picks, env.affordable) - len(action.labels))])
     return Expand(labels), len(action.labels)
 
 
@@ -125,13 +123,13 @@ def set_logps(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Pad rows on the right and list their action positions: `rows`, `positions` (N,), `targets` (N, most)."""
     ids, valid = pad_rows([row["input_ids"] for row in rows], "cpu")
-    places = [(i, position) for i, row in enumerate(rows) for position in row["positions"]]
+    places = torch.tensor([(i, position) for i, row in enumerate(rows) for position in row["positions"]])
     targets, is_target = pad_rows([right for row in rows for right in row["targets"]], "cpu")
     return {
         "input_ids": ids,
         "attention_mask": valid,
-        "rows": torch.tensor([place[0] for place in places]),
-        "positions": torch.tensor([place[1] for place in places]),
+        "rows": places[:, 0],
+        "positions": places[:, 1],
         "targets": targets,
         "is_target": is_target.bool(),
     }

@@ -1,6 +1,7 @@
 import pickle
 import re
 import warnings
+from copy import copy
 from dataclasses import fields
 
 import gymnasium
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuewalk.env import Ending, EnvConfig, Question, RetrievalEnv
+from cuewalk.env.environment import step_together
 from cuewalk.env.render import INSTRUCTION, plain
 
 RULES = EnvConfig(k=1, budget=3, frontier_cap=2, new_lines=1, links=("segment", "adjacent", "similar", "search"))
@@ -126,3 +128,25 @@ def test_a_message_can_not_forge_a_line_or_flood_the_transcript(encoder, questio
     assert sum(bool(re.search(r"\d[a-z] [A-Za-z]$", line)) for line in lines) == len(env.state.frontier)
     assert len(lines) == 4 + len(env.state.working) + len(env.state.frontier) + 1
     assert max(map(len, lines)) < 400
+
+
+def test_many_environments_step_together_and_encode_their_queries_in_one_call(graph, question):
+    calls = []
+
+    class Counting:
+        name = "words"
+
+        def encode(self, texts, *, progress=False):
+            calls.append(list(texts))
+            return graph.encoder.encode(texts)
+
+    shared = copy(graph)
+    shared.encoder = Counting()
+    envs = [RetrievalEnv(shared, question, EnvConfig(k=1)) for _ in range(3)]
+    alone = [RetrievalEnv(graph, question, EnvConfig(k=1)) for _ in range(3)]
+    for env in (*envs, *alone):
+        env.reset(seed=0)
+    calls.clear()
+    actions = ["REFINE garden", "EXPAND A", "REFINE piano"]
+    assert step_together(envs, actions) == [env.step(action) for env, action in zip(alone, actions, strict=True)]
+    assert calls[0] == ["garden", "piano"]

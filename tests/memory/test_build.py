@@ -75,7 +75,7 @@ def test_anchors_join_entries_of_one_speaker_that_share_a_rare_word(graph):
 
 @pytest.mark.parametrize("field", ["segment_messages", "gap_minutes", "update_candidates"])
 def test_a_setting_below_one_is_refused(field):
-    with pytest.raises(ValueError, match=f"memory.{field} = 0: must be at least 1"):
+    with pytest.raises(ValueError, match=f"{field}\n.*should be greater than 0"):
         BuildConfig(**{field: 0})
 
 
@@ -133,6 +133,11 @@ def test_a_grown_graph_equals_one_built_at_once(encoder):
         assert {e for members in grown.groups.values() for e in members} == set(grown.entries)
 
 
+def test_a_graph_that_grows_by_nothing_stays_as_it_is(graph):
+    grown = extend_graph(graph, [])
+    assert grown.entries == graph.entries and (grown.vectors == graph.vectors).all()
+
+
 def test_a_whole_segment_can_be_an_entry(conversation, encoder):
     config = replace(PLAIN, unit="segment", abstraction_words=0)
     entries = list(build_graph(conversation, encoder, config).entries.values())
@@ -149,7 +154,7 @@ def test_a_statement_says_who_when_and_until_when():
 
 
 def test_search_weights_are_checked():
-    with pytest.raises(ValueError, match="three numbers"):
+    with pytest.raises(ValueError, match="three numbers >= 0, the first > 0"):
         BuildConfig(search_weights=(0.0, 1.0, 1.0))
 
 

@@ -91,7 +91,7 @@ def config_for(url, **llm):
 
 def build(url, encoder, tmp_path, messages=MESSAGES, **llm):
     config = config_for(url, **llm)
-    endpoint = Endpoint(url, "m", attempts=config.llm.attempts, timeout=5, cache=tmp_path / "replies")
+    endpoint = Endpoint(replace(config.llm, timeout=5), tmp_path / "replies")
     extractor = LLMExtractor(config, endpoint)
     graph = build_graph(Conversation("c", messages), encoder, config, extractor=extractor)
     return graph, extractor
@@ -214,6 +214,21 @@ def test_an_unreachable_endpoint_is_an_error_not_a_fallback(encoder, tmp_path):
         build("http://127.0.0.1:9/v1", encoder, tmp_path)
 
 
+def test_a_failure_ends_what_has_not_begun(encoder, tmp_path):
+    config = config_for("http://127.0.0.1:9/v1", concurrency=1)
+    begun = []
+
+    def fails(item):
+        begun.append(item)
+        raise EndpointError("down")
+
+    with pytest.raises(EndpointError, match="down"):
+        LLMExtractor(config, Endpoint(ModelConfig("http://127.0.0.1:9/v1", "m"), tmp_path))._each(
+            None, fails, range(1000)
+        )
+    assert len(begun) < 1000
+
+
 def test_a_retry_too_long_for_the_model_falls_back_and_does_not_end_the_build(encoder, tmp_path):
     def overflows(prompt, messages):
         if prompt.startswith("Write"):
@@ -265,7 +280,7 @@ def test_a_reply_of_another_schema_is_rejected_with_its_place(tmp_path):
         number: int
 
     with serving(lambda *_: '{"number": "many"}') as (url, asked):
-        endpoint = Endpoint(url, "m", attempts=2, cache=tmp_path)
+        endpoint = Endpoint(ModelConfig(url, "m", attempts=2), tmp_path)
         with pytest.raises(ReplyError, match="no valid reply in 2 attempts; last: number: Input should be a valid int"):
             endpoint.ask("how many?", Answer)
     assert len(asked) == 2

@@ -125,3 +125,19 @@ def test_neighbours_are_fresh_in_both_directions():
     centroids = unit([[1, 0], [0.9, 0.4], [0.5, 0.9]])
     assert neighbours(centroids, 1) == [[1], [0, 2], [1]]  # 1's nearest is 0, but 2's is 1: both know
     assert neighbours(unit([[1, 0], [-1, 0]]), 1) == [[], []]  # a negative cosine is no neighbour
+
+
+def test_groups_that_were_read_back_take_in_new_entries():
+    vectors = unit([[1, 0, 0], [0, 1, 0], [1, 0.2, 0]])
+    groups = Groups(GroupConfig(attach=0.9, merge=0.99), {"g0": [0], "g1": [1]})
+    groups.add([2], vectors)
+    assert groups.members == {"g0": [0, 2], "g1": [1]}
+
+
+def test_an_entry_is_compared_with_groups_by_their_vectors_of_now():
+    vectors = unit([[1, 0, 0], [0, 1, 0], [0, 0.1, 1]])
+    groups = Groups(GroupConfig(attach=0.9, merge=0.99))
+    groups.add([0, 1], vectors)
+    moved = unit([[0, 0, 1], [0, 1, 0], [0, 0.1, 1]])  # the first one's abstraction was refined
+    groups.add([0, 2], moved)
+    assert groups.members == {"g0": [0, 2], "g1": [1]} and groups.reassigned == set()

@@ -67,3 +67,18 @@ def test_the_packaged_language_model_knows_what_it_should():
     ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     out = model.generate(**ids, max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(out[0, ids["input_ids"].shape[1] :])
+
+
+def test_half_a_surrogate_pair_does_not_stop_an_encoder_or_a_tokenizer():
+    encoder = SentenceEncoder()
+    vectors = encoder.encode(["broken \ud800 text", "broken ? text"])
+    assert np.allclose(vectors[0], vectors[1], atol=1e-5)
+
+
+def test_texts_that_come_a_few_at_a_time_are_encoded_once(monkeypatch):
+    encoder, calls = SentenceEncoder(), []
+    batch = encoder._batch
+    monkeypatch.setattr(encoder, "_batch", lambda texts, progress: calls.append(list(texts)) or batch(texts, progress))
+    both = encoder.encode(["a dog", "a cat", "a dog"])
+    assert (encoder.encode(["a cat"]) == both[1:2]).all() and (both[0] == both[2]).all()
+    assert calls == [["a dog", "a cat"]]

@@ -184,6 +184,19 @@ def test_killed_in_its_first_save_a_memory_is_absent_not_foreign(graph, encoder,
     assert load_graph(tmp_path, encoder).entries == graph.entries
 
 
+def test_a_memory_that_is_locked_is_not_called_damaged(graph, encoder, tmp_path, monkeypatch):
+    save_graph(graph, tmp_path)
+    connect = sqlite3.connect
+    monkeypatch.setattr("cuewalk.memory.store.sqlite3.connect", lambda *a, **k: connect(*a, **(k | {"timeout": 0})))
+    with sqlite3.connect(tmp_path / "memory.sqlite", isolation_level=None) as writer:
+        writer.execute("PRAGMA locking_mode = EXCLUSIVE")
+        writer.execute("BEGIN EXCLUSIVE")
+        writer.execute("INSERT INTO meta VALUES ('x', 'y')")
+        with pytest.raises(StoreError, match="cannot read .*is another program writing"):
+            load_graph(tmp_path, encoder)
+        writer.execute("ROLLBACK")
+
+
 def test_readers_beside_a_writer_see_one_state_or_the_other(graph, encoder, tmp_path):
     save_graph(graph, tmp_path)
     stop, seen, faults = threading.Event(), set(), []
@@ -233,6 +246,8 @@ def test_an_index_that_is_not_flat_is_kept_beside_its_memory_and_made_anew_when_
     stamp = kept.stat().st_mtime_ns
     assert load_graph(tmp_path, encoder).search("dog", 2) == graph.search("dog", 2)
     assert kept.stat().st_mtime_ns == stamp  # read, not built again
+    kept.write_bytes(b"damaged")  # it follows from the memory: made anew
+    assert load_graph(tmp_path, encoder).search("dog", 2) == graph.search("dog", 2)
     grown = extend_graph(graph, longer(1))
     save_graph(grown, tmp_path)
     assert "e6" in {hit.entry for hit in load_graph(tmp_path, encoder).search("dog garden", 7)}

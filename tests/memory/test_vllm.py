@@ -118,7 +118,7 @@ def build(url, encoder, cache, **llm):
     rules = ModelConfig(base_url=url, model=MODEL, **llm)
     # A low threshold, so that the model is also asked whether a fact belongs to an entry.
     config = BuildConfig(extractor="llm", update_threshold=0.5, llm=rules)
-    endpoint = Endpoint(url, MODEL, attempts=rules.attempts, max_tokens=rules.max_tokens, cache=cache)
+    endpoint = Endpoint(rules, cache)
     extractor = LLMExtractor(config, endpoint)
     return build_graph(Conversation("c", MESSAGES), encoder, config, extractor=extractor), extractor
 
@@ -131,7 +131,7 @@ class Choice(BaseModel):
 
 
 def test_a_reply_obeys_the_schema_is_counted_and_is_asked_for_once(server, tmp_path):
-    endpoint = Endpoint(server, MODEL, attempts=1, max_tokens=64, cache=tmp_path)
+    endpoint = Endpoint(ModelConfig(server, MODEL, attempts=1, max_tokens=64), tmp_path)
     # Of JSON the prompt says nothing: the reply is JSON because the server enforces the schema.
     reply = endpoint.ask("Tell me about the capital of France.", Choice)
     assert isinstance(reply, Choice)

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from cuewalk.rl.cli import main
+from tests.memory.test_extract import serving
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,6 +100,81 @@ def test_questions_without_evidence_are_refused(tmp_path, tiny_model, capsys):
     assert "no training question has gold evidence" in capsys.readouterr().err
 
 
+def test_inspect_says_what_is_in_a_memory_and_draws_it(tmp_path, tiny_model, capsys):
+    main(["build", "--config", str(write(tmp_path, tiny_model))])
+    folder = next((tmp_path / "memory").iterdir())
+    capsys.readouterr()
+    picture = tmp_path / "graph.png"
+    assert (
+        main(["inspect", str(folder), "--query", "Where was the trip?", "--out", str(picture), "--samples", "1"]) == 0
+    )
+    said = capsys.readouterr().out
+    assert "coverage                1.000" in said and f"Drawn: {picture}" in said and picture.stat().st_size > 10_000
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "memory.sqlite is missing" in capsys.readouterr().err
+
+
+def test_a_person_walks_and_sees_the_reward(tmp_path, tiny_model, capsys, monkeypatch):
+    path = write(tmp_path, tiny_model)
+    said = iter(["EXPAND A", "STOP"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    assert main(["play", "--config", str(path), "--question", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("Budget") >= 2 and "Reward" in shown and "price" in shown and "The oracle" in shown
+
+    def gone(prompt):
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", gone)
+    assert main(["play", "--config", str(path)]) == 0
+    assert "Reward 0.000" in capsys.readouterr().out  # nobody there: that is to stop at once
+    assert main(["play", "--config", str(path), "--question", "999"]) == 2
+    assert "--question 999: there are" in capsys.readouterr().err
+
+
+def test_calibrate_prints_acceptance_by_kind(tmp_path, tiny_model, capsys):
+    path = write(tmp_path, tiny_model)
+    assert main(["calibrate", "answer_em", "--config", str(path), "--per-kind", "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:4] == ["right", "exact", "accepted", "1.00"] and len(lines) == 6
+    assert lines[2].split()[:4] == ["wrong", "vague", "accepted", "0.00"]
+    likelihood = ["calibrate", "likelihood", "--config", str(path), "--per-kind", "2", f"judge.reader={tiny_model}"]
+    assert main(likelihood) == 0
+    assert capsys.readouterr().out.splitlines()[0].split()[:4] == ["right", "exact", "accepted", "1.00"]
+
+
+@pytest.mark.parametrize(("generous", "status"), [(True, 2), (False, 0)])
+def test_training_on_a_judge_that_accepts_wrong_answers_is_refused(
+    generous, status, tmp_path, tiny_model, capsys, monkeypatch
+):
+    def reply(prompt, messages):
+        reference, answer = (
+            json.loads(line)[key]
+            for key, line in zip(
+                ("reference", "answer"), [part for part in prompt.splitlines() if part.startswith("{")][1:], strict=True
+            )
+        )
+        return json.dumps({"reason": "it seems so", "correct": generous or answer == reference})  # fmt: skip
+
+    monkeypatch.setenv("CUEWALK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("cuewalk.rl.train.train_grpo", lambda *_: None)
+    with serving(reply) as (url, asked):
+        judge = {"correctness": "llm", "llm": {"base_url": url, "model": "m"}}
+        path = write(tmp_path, tiny_model, judge=judge, warm_start={"rows": 0})
+        assert main(["train", "--config", str(path)]) == status
+        assert asked
+    if generous:
+        assert "accepts 100% of the wrong answers, more than judge.most_wrong = 20%" in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_argument_is_refused(tmp_path, tiny_model):
+    with pytest.raises(SystemExit):
+        main(["build", "--config", str(write(tmp_path, tiny_model)), "--fast"])
+    with pytest.raises(SystemExit):
+        main(["inspect", str(tmp_path), "a=b"])
+
+
 def test_evaluating_nothing_says_to_train(tmp_path, tiny_model, capsys):
     assert main(["evaluate", "--config", str(write(tmp_path, tiny_model))]) == 2
     assert "train one first with `cuewalk train" in capsys.readouterr().err
@@ -124,7 +200,7 @@ def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     printed = run("cuewalk.rl.cli", "evaluate", "--config", str(path)).stdout
     result = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     policies = {row["policy"] for row in result["rows"]}
-    walked = {"stop", "random", "expand_top=1", "expand_top=3", "expand_all", "ranker", "oracle"}
+    walked = {"stop", "random", "expand_top=1", "expand_top=3", "expand_all", "ranker", "oracle_one_hop", "oracle"}
     assert policies == walked | {f"top_k={k}" for k in (5, 8, 10, 20)} | {
         "untrained", "untrained_grammar", "warm_start", "trained",
     }  # fmt: skip

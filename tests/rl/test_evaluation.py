@@ -1,15 +1,20 @@
+import json
+
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 
 from cuewalk.env import EnvConfig, Gold, Question, RetrievalEnv, Tasks
 from cuewalk.judges import TrajectoryJudge
-from cuewalk.memory import LINK_KINDS
-from cuewalk.rl import baselines
+from cuewalk.memory import LINK_KINDS, Conversation, Message, build_graph
+from cuewalk.rl import Config, baselines
+from cuewalk.rl.evaluate import COLUMNS, summarise
 from cuewalk.rl.measures import measure_entries, measure_walk
 from cuewalk.rl.oracle import oracle_action
 from cuewalk.rl.report import markdown
 from cuewalk.rl.statistics import compare
+from tests.conftest import at
 
 RULES = EnvConfig(k=1, budget=3, frontier_cap=4, new_lines=1)
 
@@ -61,6 +66,28 @@ def test_scripted_policies_do_what_their_names_say(graph, question, gold):
     assert run(baselines.expand_top(2)).added == tuple(shown[:2])
     assert run(oracle_action).added == ("e1",)
     assert run(baselines.random_walk).working == run(baselines.random_walk).working
+
+
+def test_no_expansion_is_dearer_than_the_budget(graph, question, gold):
+    dear = EnvConfig(k=1, budget=3, frontier_cap=4, new_lines=1, expand_cost=2)
+    walked = baselines.run_scripted(baselines.expand_top(4), RetrievalEnv(graph, question, dear), gold)
+    assert len(walked.added) == 1 and walked.cost == 2 and walked.ending == "stopped"
+    ranker = baselines.Ranker()
+    ranker.threshold, ranker._model = 0.0, type("All", (), {"predict_proba": lambda self, x: np.ones((len(x), 2))})()
+    walked = baselines.run_scripted(ranker, RetrievalEnv(graph, question, dear), gold)
+    assert len(walked.added) == 1 and walked.cost == 2
+
+
+def test_the_ranker_learns_where_some_questions_have_no_candidate(conversation, graph, encoder):
+    alone = build_graph(Conversation("one", (Message("m1", "Ann", at(1), "The dog"),)), encoder)
+    env = RetrievalEnv(alone, Question("one:1", "one", "dog"), RULES)
+    env.reset()
+    assert baselines.features(env).shape == (0, 11 + len(LINK_KINDS))
+    questions = (*(Question(f"toy:{i}", "toy", "dog") for i in range(3)), Question("one:1", "one", "dog"))
+    tasks = Tasks({"toy": conversation, "one": alone.conversation}, questions, {
+        q.id: Gold("", ("m6",) if q.conversation_id == "toy" else ("m1",), 4) for q in questions
+    })  # fmt: skip
+    baselines.Ranker().fit(tasks, tasks, {"toy": graph, "one": alone}, RULES, TrajectoryJudge())
 
 
 def test_the_ranker_learns_which_candidates_hold_evidence(graph, conversation):
@@ -128,9 +155,45 @@ def test_a_report_shows_losses_as_plainly_as_gains():
         "training": {},
     }  # fmt: skip
     text = markdown(result)
+    wide = result | {"rows": [row | {"recall_at_8_c10": 0.25, "recall_at_8_clean": 0.5}]}
+    assert "| policy | n | c4 | c10 | clean |" in markdown(wide)
     assert "| trained | 2 | 0.500 | – | – | -0.100 |" in text
     assert "| reward | trained − stop | -0.100 | -0.100 … -0.100 |" in text
 
 
 def replace_policy(row, name):
     return row | {"policy": name, "reward": 0.0}
+
+
+class Bound:
+    """What `summarise` reads of a bench."""
+
+    def __init__(self, tasks, run):
+        self.config, self.tasks = Config(run_dir=str(run)), tasks
+
+
+def test_means_are_of_what_is_known_and_pairs_of_what_both_have(conversation, tmp_path):
+    questions = tuple(Question(f"toy:{i}", "toy", "?") for i in range(3))
+    tasks = Tasks({"toy": conversation}, questions, {q.id: Gold("", ("m1",), 4, q.id != "toy:0") for q in questions})
+    values = {("stop", "recall_at_8"): (0.0, 0.5, 1.0), ("stop", "answer_words"): (None, 0.5, 1.0),
+              ("stop", "recall_at_8_c4"): (0.0, 0.5, 1.0), ("top_k=8", "answer_words"): (None, None, None),
+              ("trained", "recall_at_8"): (1.0, 1.0)}  # fmt: skip
+    rows = [(p, f"toy:{i}", name, value) for (p, name), found in values.items() for i, value in enumerate(found)]
+    result = summarise(Bound(tasks, tmp_path), pd.DataFrame(rows, columns=COLUMNS), ["toy:0", "toy:1"])
+    assert result["rows"] == [
+        {"policy": "stop", "questions": "all", "n": 3, "reward": None, "recall_at_8": 0.5, "answer_words": 0.75,
+         "recall_at_8_c4": 0.5, "recall_at_8_clean": 0.75},
+        {"policy": "stop", "questions": "asked", "n": 2, "reward": None, "recall_at_8": 0.25, "answer_words": 0.5,
+         "recall_at_8_c4": 0.25},
+        {"policy": "top_k=8", "questions": "all", "n": 3, "reward": None, "answer_words": None,
+         "recall_at_8_clean": None},
+        {"policy": "top_k=8", "questions": "asked", "n": 2, "reward": None, "answer_words": None},
+        {"policy": "trained", "questions": "asked", "n": 2, "reward": None, "recall_at_8": 1.0,
+         "recall_at_8_clean": 1.0},
+    ]  # fmt: skip
+    ((metric, a, b, n, difference),) = (
+        (c["metric"], c["a"], c["b"], c["n"], c["difference"]) for c in result["comparisons"]
+    )
+    assert (metric, a, b, n, difference) == ("recall_at_8", "trained", "stop", 2, 0.75)
+    assert result["data"]["n_clean"] == 2 and result["data"]["asked"] == ["toy:0", "toy:1"]
+    json.dumps(result)

@@ -12,13 +12,17 @@ from trl import GRPOTrainer
 
 from cuewalk.env import EnvConfig, Expand, Gold, Question, RetrievalEnv, Stop, Tasks
 from cuewalk.judges import JudgeConfig, JudgeError, TrajectoryJudge, Verdict
+from cuewalk.memory import BuildConfig, Conversation, Message, build_graph
 from cuewalk.rl import Config
+from cuewalk.rl.baselines import run_scripted
 from cuewalk.rl.config import SamplingConfig, WarmStartConfig
 from cuewalk.rl.grpo import Group, Rollouts, WalkTrainer, summarise, train_grpo
-from cuewalk.rl.oracle import oracle_action
+from cuewalk.rl.oracle import oracle_action, searching_oracle
 from cuewalk.rl.rollout import Row
+from cuewalk.rl.run import last_step
 from cuewalk.rl.train import new_adapter
 from cuewalk.rl.warm_start import _filled, _targets, collate, set_logps, teach_rows, warm_start
+from tests.conftest import at
 
 RULES = EnvConfig(k=1, budget=3, frontier_cap=4, new_lines=1)
 
@@ -99,6 +103,15 @@ def test_two_steps_and_two_resumed_are_four(config, tasks, graph, chat, tmp_path
     assert any(not torch.equal(halfway[name], straight[name]) for name in lora)
     for name in lora:
         assert torch.equal(resumed[name], straight[name]), name
+
+
+def test_a_checkpoint_written_by_half_counts_neither_to_resume_nor_as_done(tmp_path):
+    for step in (2, 4, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if step < 10:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    assert last_step(tmp_path) == 4
+    assert last_step(tmp_path / "nothing") == 0
 
 
 def test_a_step_without_a_live_group_changes_nothing_and_is_counted(config, tasks, graph, chat, tmp_path):
@@ -257,6 +270,23 @@ def test_the_oracle_takes_the_fewest_candidates_that_hold_missing_gold(graph, qu
     assert oracle_action(env, Gold("", (out_of_reach,), 4)) == Stop()
     both = Gold("", tuple(graph.entries[e].sources[0] for e in list(by_entry)[:2]), 4)
     assert len(oracle_action(env, both).labels) == 2
+
+
+def test_the_searching_oracle_goes_through_an_entry_without_gold_if_the_budget_reaches(encoder, question):
+    # Search shows only e0 (dog); links lead e0 -> e1 (its segment) -> e2, e3 (the next segment). Gold: m4, in e3.
+    said = ("dog", "nothing", "nothing at all", "the trip")
+    messages = tuple(Message(f"m{i + 1}", "AB"[i % 2], at(1, i), text) for i, text in enumerate(said))
+    rules = BuildConfig(segment_messages=1, update_threshold=1.01, groups=None)
+    chain = build_graph(Conversation("toy", messages), encoder, rules)
+    gold = Gold("", ("m3",), 4)
+    walks = {}
+    for budget in (1, 2, 3):
+        config = EnvConfig(k=1, budget=budget, frontier_cap=4, new_lines=2, links=("adjacent",))
+        env = RetrievalEnv(chain, Question("q", "toy", "dog?"), config)
+        walks[budget] = [run_scripted(policy, env, gold).added for policy in (oracle_action, searching_oracle)]
+    assert walks == {1: [(), ()], 2: [(), ("e1", "e2")], 3: [(), ("e1", "e2")]}
+    env = RetrievalEnv(chain, Question("q", "toy", "dog?"), EnvConfig(k=1, links=("adjacent",)))
+    assert run_scripted(searching_oracle, env, Gold("", ("m1",), 4)).added == ()  # complete at the start
 
 
 def test_any_order_of_the_gold_letters_is_a_target(chat):

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from cuewalk.env import LABELS, EnvConfig, RetrievalEnv
 from cuewalk.rl.grammar import allowed_ids
+from cuewalk.rl.rollout import walk
 from cuewalk.rl.transcript import Chat, TranscriptError
 
 
@@ -57,7 +58,7 @@ def test_a_tokenizer_that_splits_labels_is_refused(chat):
 def test_the_grammar_admits_legal_actions_only(chat, graph, question):
     env = RetrievalEnv(graph, question, EnvConfig(k=1, budget=2, frontier_cap=3, new_lines=1))
     env.reset(seed=0)
-    allowed = allowed_ids(chat, env.state, 24)
+    allowed = allowed_ids(chat, env, 24)
     expand, letters = chat.untrusted("EXPAND"), [chat.letters[label] for label in "ABC"]
     stop, refine = chat.action("STOP"), chat.untrusted("REFINE")
     assert set(allowed([])) == {expand[0], stop[0], refine[0]}
@@ -75,4 +76,125 @@ def test_the_grammar_admits_legal_actions_only(chat, graph, question):
 def test_an_empty_frontier_and_budget_leave_only_stop(chat, graph, question):
     env = RetrievalEnv(graph, question, EnvConfig(k=6, budget=0, frontier_cap=0))
     env.reset(seed=0)
-    assert allowed_ids(chat, env.state, 24)([]) == [chat.action("STOP")[0]]
+    assert allowed_ids(chat, env, 24)([]) == [chat.action("STOP")[0]]
+
+
+def test_the_grammar_offers_only_what_the_budget_pays(chat, graph, question):
+    rules = EnvConfig(k=1, budget=3, frontier_cap=3, new_lines=1, expand_cost=2, refine_cost=4)
+    env = RetrievalEnv(graph, question, rules)
+    env.reset(seed=0)
+    allowed, expand = allowed_ids(chat, env, 24), chat.untrusted("EXPAND")
+    assert set(allowed([])) == {expand[0], chat.action("STOP")[0]}
+    assert allowed([*expand, chat.letters["A"]]) == [chat.end]  # two letters would cost 4
+
+
+GOLDEN = [
+    *(
+        "<|im_start|>",
+        "system",
+        "\n",
+        "You",
+        " are",
+        " a",
+        " helpful",
+        " AI",
+        " assistant",
+        " named",
+        " Sm",
+        "ol",
+        "LM",
+    ),
+    *(",", " trained", " by", " H", "ugging", " Face", "<|im_end|>", "\n"),
+    *("<|im_start|>", "user", "\n", "Which", " memories", " answer", " the", " question", "?", " Rep", "ly", " with"),
+    *(
+        " one",
+        " line",
+        ":",
+        " EX",
+        "P",
+        "AND",
+        " and",
+        " ",
+        "1",
+        " to",
+        " ",
+        "4",
+        " letters",
+        " of",
+        " candidates",
+        ",",
+    ),
+    *(" best", " first", ";", " REF", "INE", " and", " a", " new", " search", ";", " or", " ST", "OP", ".", "\n"),
+    *("Question", ":", " When", " did", " the", " dog", " come", " back", "?", "\n"),
+    *("Read", ":", "\n", "-", " Ann", " ", "1", " May", " ", "2", "4", ":", " The", " dog", " ran", " away", "\n"),
+    *("Cand", "idates", ":", "\n", "Bob", ":", " The", " dog", " likes", " the", " garden", " ", "7", "m", " A", "\n"),
+    *("Bob", ":", " He", " came", " back", " on", " Tuesday", " ", "0", "e", " B", "\n"),
+    *("EXP", "AND", " costs", " ", "1", " a", " letter", ",", " REF", "INE", " ", "1", ",", " ST", "OP", " ", "0", "."),
+    *(" Budget", " ", "2", ".", "<|im_end|>", "\n", "<|im_start|>", "ass", "istant", "\n"),
+    *("EXP", "AND", " A", "<|im_end|>"),  # the policy's: 4 tokens
+    *("\n", "<|im_start|>", "user", "\n", "Read", ":", "\n", "-", " Bob", " ", "8", " May", " ", "2", "4", ":", " The"),
+    *(
+        " dog",
+        " likes",
+        " the",
+        " garden",
+        "\n",
+        "Cand",
+        "idates",
+        ":",
+        "\n",
+        "Ann",
+        ":",
+        " We",
+        " left",
+        " at",
+        " noon",
+    ),
+    *(
+        " ",
+        "0",
+        "n",
+        " C",
+        "\n",
+        "Bud",
+        "get",
+        " ",
+        "1",
+        ".",
+        "<|im_end|>",
+        "\n",
+        "<|im_start|>",
+        "ass",
+        "istant",
+        "\n",
+    ),
+    *("STOP", "<|im_end|>"),  # the policy's: 2 tokens
+]
+
+
+class Says:
+    """A sampler at the seam that says what the test wrote."""
+
+    def __init__(self, chat, *lines):
+        self.turns = [chat.action(line) for line in lines]
+
+    def begin(self, prompts, copies):
+        pass
+
+    def act(self, rules):
+        ids = self.turns.pop(0)
+        return [ids], [[-1.0] * len(ids)]
+
+    def observe(self, kept, observations):
+        pass
+
+
+def test_a_walk_worked_by_hand_token_by_token(graph, question, chat):
+    """W0 is e0 (dog); F0 its nearest, e5 (cosine .71: digit 7), and e1 of its segment. A brings e5, of s3, and from
+    the segment before that e4."""
+    env = RetrievalEnv(graph, question, EnvConfig(k=1, budget=2, frontier_cap=2, new_lines=1))
+    ((row,),) = walk([[env]], Says(chat, "EXPAND A", "STOP"), chat, max_tokens=2048)
+    assert chat.tokenizer.batch_decode([[id_] for id_ in (*row.prompt, *row.completion)]) == GOLDEN
+    assert row.completion[:4] == chat.action("EXPAND A") and row.mask == [1] * 4 + [0] * 48 + [1] * 2
+    assert [logp == 0 for logp in row.logps] == [not kept for kept in row.mask]
+    assert row.trajectory.working == ("e0", "e5") and row.trajectory.budget == 2

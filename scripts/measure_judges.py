@@ -1,0 +1,357 @@
+"""Score cheats, an honest walker and the oracle under every preset; calibrate answer judges; time the environment.
+
+    python scripts/measure_judges.py [--out docs/results/judges] [--only cheats,calibration,agreement,speed,fuzz]
+
+Synthetic test conversations, and LoCoMo's validation conversation where CUEWALK_DATA names its folder. Questions are
+told apart by what the first search left: `solved`, `reachable` (a candidate holds missing gold), `unreachable`.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from cuewalk.env import EnvConfig, Gold, Question, RetrievalEnv, Tasks, format_action, load_locomo
+from cuewalk.env.environment import step_together
+from cuewalk.env.tasks import CATEGORIES, load_synthetic, select
+from cuewalk.judges import PRESETS, JudgeConfig, TrajectoryJudge, answer_words, covered, evidence_recall
+from cuewalk.judges.calibrate import by_likelihood, by_score, calibrate
+from cuewalk.memory import BuildConfig, Conversation, Entry, MemoryGraph, Message, Segment, SentenceEncoder, build_graph
+from cuewalk.memory.models import load_tokenizer
+from cuewalk.memory.reader import LocalReader
+from cuewalk.memory.records import say
+from cuewalk.rl.baselines import Ranker
+from cuewalk.rl.oracle import searching_oracle
+from cuewalk.rl.run import provenance
+
+SECTIONS = ("cheats", "calibration", "agreement", "speed", "fuzz")
+SCORES = ("answer_em", "answer_f1", "answer_f1_xmemory", "bleu1", "rouge_l")
+ROOT = Path(__file__).parents[1]
+Policy = Callable[[RetrievalEnv], str]
+Data = tuple[Tasks, dict[str, MemoryGraph]]
+
+
+def first_letters(count: int) -> Policy:
+    """Take the first lines unread, then stop."""
+
+    def policy(env: RetrievalEnv) -> str:
+        labels = [label for label, _ in env.state.frontier][: min(4, count - len(env.state.taken), env.state.budget)]
+        return f"EXPAND {' '.join(labels)}" if labels else "STOP"
+
+    return policy
+
+
+def refine_then_expand(env: RetrievalEnv) -> str:
+    """Refine once, then take the first three lines: what the environment's speed is measured with."""
+    return first_letters(3)(env) if env.steps else f"REFINE more of {env.question.text}"
+
+
+def near_duplicates(env: RetrievalEnv) -> str:
+    """Take what is most like what is there already, three times."""
+    graph, state = env.graph, env.state
+    if len(state.taken) == 3 or not state.frontier:
+        return "STOP"
+    have = graph.vectors[[graph.order[entry] for entry in state.working]]
+    return f"EXPAND {max(state.frontier, key=lambda f: (have @ graph.vectors[graph.order[f[1].entry]]).max())[0]}"
+
+
+# Each gets the environment and replies with text, as a policy does.
+CHEATS: dict[str, Policy] = {
+    "stop at once": lambda env: "STOP",
+    "never stop": first_letters(10**6),
+    "expand all": first_letters(6),
+    "first letters unread": first_letters(3),
+    "repeat the query": lambda env: f"REFINE {env.question.text}",
+    # Every flood ends by budget: that is the budget ending as a free stop too.
+    "flood of refines": lambda env: f"REFINE {env.question.text} {len(env.steps)}",
+    "copy the question": lambda env: f"REFINE about: {env.question.text}" if not env.steps else "STOP",
+    "always malformed": lambda env: "I would expand A",
+    "near-duplicates": near_duplicates,
+}
+
+
+def walk(env: RetrievalEnv, policy: Policy) -> Any:
+    """Return the trajectory of a policy that speaks text."""
+    env.reset(seed=0)
+    ended = False
+    while not ended:
+        _, _, ended, _, _ = env.step(policy(env))
+    return env.trajectory()
+
+
+def stratum(graph: MemoryGraph, question: Question, gold: Gold) -> str:
+    """Return what the first search left of a question."""
+    env = RetrievalEnv(graph, question)
+    env.reset()
+    missing = set(gold.evidence) - covered(graph, env.state.working)
+    if not missing:
+        return "solved"
+    seen = covered(graph, [link.entry for _, link in env.state.frontier])
+    return "reachable" if missing & seen else "unreachable"
+
+
+def data_sets() -> dict[str, tuple[Data, Data]]:
+    """Return by name what is scored, and what the honest walker is trained on."""
+    encoder = SentenceEncoder()
+
+    def built(tasks: Tasks) -> Data:
+        tasks = select(tasks, evidence=True)
+        return tasks, {id_: build_graph(c, encoder) for id_, c in tqdm(tasks.conversations.items(), desc="memories")}
+
+    found = {"synthetic": (built(load_synthetic("test", 8)), built(load_synthetic("train", 12)))}
+    if folder := os.environ.get("CUEWALK_DATA"):
+        train = select(load_locomo(folder, "conv-4-1-5", "train"), clean=True)
+        found["locomo val"] = (built(load_locomo(folder, "conv-4-1-5", "val")), built(train))
+    return found
+
+
+def honest_walker(train: Data) -> Policy:
+    """Return the ranker, fitted on other conversations: it takes what it finds likelier than the price is high."""
+    tasks, graphs = train
+    ranker = Ranker()
+    ranker.fit(tasks, tasks, graphs, EnvConfig(), TrajectoryJudge())
+    ranker.threshold = JudgeConfig().price
+    return lambda env: format_action(ranker(env, Gold("", (), 4)))
+
+
+def oracle_for(tasks: Tasks) -> Policy:
+    """Return the oracle as a policy that speaks text."""
+    return lambda env: format_action(searching_oracle(env, tasks.gold[env.question.id]))
+
+
+def fat(graph: MemoryGraph) -> MemoryGraph:
+    """Return the same memory with every four entries merged into one: the cheat of a builder, not of a walker."""
+    entries, merged = list(graph.entries.values()), []
+    for start in range(0, len(entries), 4):
+        four = entries[start : start + 4]
+        statements = tuple(s for entry in four for s in entry.statements)
+        segments = tuple(dict.fromkeys(s for entry in four for s in entry.segments))
+        merged.append(Entry(f"e{start // 4}", four[0].abstraction, statements, segments))
+    vectors = graph.vectors[::4].copy()
+    config = replace(graph.config, groups=None)
+    return MemoryGraph(graph.conversation, graph.segments, merged, vectors, graph.encoder, config, {}, "")
+
+
+def cheats() -> dict[str, Any]:
+    """Mean reward of every cheat, of an honest walker and of the oracle, by preset and stratum."""
+    rows, checks = [], []
+    for name, (scored, train) in data_sets().items():
+        tasks, graphs = scored
+        policies = CHEATS | {"heuristic": honest_walker(train), "oracle": oracle_for(tasks)}
+        strata = {q.id: stratum(graphs[q.conversation_id], q, tasks.gold[q.id]) for q in tasks.questions}
+        for policy, play in tqdm(policies.items(), desc=f"cheats, {name}"):
+            walked = [(q, walk(RetrievalEnv(graphs[q.conversation_id], q), play)) for q in tasks.questions]
+            for preset in PRESETS:
+                judge = TrajectoryJudge(JudgeConfig(preset=preset))
+                reward = {q.id: judge.score(t, graphs[q.conversation_id], tasks.gold[q.id]).reward for q, t in walked}
+                for part in ("solved", "reachable", "unreachable", "all"):
+                    chosen = [r for id_, r in reward.items() if part in ("all", strata[id_])]
+                    rows.append({"data": name, "preset": preset, "policy": policy, "stratum": part, "n": len(chosen),
+                                 "reward": float(np.mean(chosen))})  # fmt: skip
+        checks.append({"data": name, **_fat_entries(tasks, graphs)})
+    return {"rows": rows, "fat_entries": checks}
+
+
+def _fat_entries(tasks: Tasks, graphs: dict[str, MemoryGraph]) -> dict[str, float]:
+    """Recall of plain search at 8 entries and at 300 tokens, over entries as built and merged by fours."""
+    tokenizer = load_tokenizer("smollm2-135m")
+    merged = {id_: fat(graph) for id_, graph in graphs.items()}
+    found: dict[str, list[float]] = {}
+    for question in tasks.questions:
+        gold = tasks.gold[question.id]
+        for kind, memory in (("plain", graphs), ("fat", merged)):
+            graph = memory[question.conversation_id]
+            ranking = [hit.entry for hit in graph.search(question.text, 40)]
+            found.setdefault(f"{kind}_at_8", []).append(evidence_recall(graph, ranking[:8], gold))
+            spent, fitting = 0, []
+            for entry in ranking:
+                spent += len(tokenizer(graph.entries[entry].value, add_special_tokens=False)["input_ids"])
+                if spent > 300:
+                    break
+                fitting.append(entry)
+            found.setdefault(f"{kind}_at_300t", []).append(evidence_recall(graph, fitting, gold))
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def calibration() -> list[dict[str, Any]]:
+    """Acceptance by kind of answer, of every judge of answers that needs no endpoint."""
+    rows = []
+    reader = LocalReader.from_pretrained("smollm2-135m")
+    for name, ((tasks, graphs), _) in data_sets().items():
+        judges = {f"{score} >= .5": by_score(score) for score in SCORES}
+        judges["likelihood (SmolLM2-135M)"] = by_likelihood(reader, graphs)
+        for judge, accepts in judges.items():
+            for rate in calibrate(accepts, tasks, 40):
+                low, high = rate.interval
+                share = rate.accepted / rate.n if rate.n else None
+                row = {"data": name, "judge": judge, "kind": rate.kind, "n": rate.n}
+                rows.append(row | {"accepted": share, "low": low, "high": high})
+    return rows
+
+
+def agreement() -> list[dict[str, Any]]:
+    """How far `answer_words` agrees with `evidence` on the first search's eight entries, by category."""
+    rows = []
+    for name, ((tasks, graphs), _) in data_sets().items():
+        pairs: dict[int, list[tuple[float, float]]] = {}
+        for question in tasks.questions:
+            gold, graph = tasks.gold[question.id], graphs[question.conversation_id]
+            entries = [hit.entry for hit in graph.search(question.text, 8)]
+            words = answer_words(graph, entries, gold)
+            if words is not None:
+                pairs.setdefault(gold.category, []).append((evidence_recall(graph, entries, gold), words))
+        for category, found in sorted(pairs.items()):
+            a, b = np.array(found).T
+            rows.append({"data": name, "category": f"{category} {CATEGORIES.get(category, '')}", "n": len(found),
+                         "evidence": float(a.mean()), "answer_words": float(b.mean()),
+                         "agree": float(np.mean((a >= 0.5) == (b >= 0.5))),
+                         "correlation": float(np.corrcoef(a, b)[0, 1]) if a.std() and b.std() else None})  # fmt: skip
+    return rows
+
+
+def speed() -> list[dict[str, Any]]:
+    """Environment steps a second, one and 64 trajectories at a time, over 600 and 100,000 entries."""
+    rows = []
+    for entries in (600, 100_000):
+        graph, questions = _large(entries)
+        for together in (1, 64):
+            seconds = []
+            for turn in range(5):
+                envs = [RetrievalEnv(graph, q) for q in questions[turn * 64 : turn * 64 + together]]
+                for env in envs:
+                    env.reset(seed=0)
+                started, steps = time.perf_counter(), 0
+                live = envs
+                while live:
+                    said = [refine_then_expand(env) for env in live]
+                    done = step_together(live, said)
+                    steps += len(live)
+                    live = [env for env, (_, _, ended, _, _) in zip(live, done, strict=True) if not ended]
+                seconds.append((time.perf_counter() - started) / steps)
+            rows.append({"entries": entries, "trajectories": together, "steps_per_s": 1 / statistics.median(seconds)})
+    return rows
+
+
+def _large(count: int) -> tuple[MemoryGraph, list[Question]]:
+    """Make a memory of so many entries with random vectors: the encoder is real, and encodes the queries."""
+    from datetime import datetime, timedelta
+
+    encoder, draw = SentenceEncoder(), np.random.default_rng(0)
+    words = [f"word{i}" for i in range(2000)]
+    start = datetime(2024, 1, 1)
+    messages = tuple(
+        Message(f"m{i}", "AB"[i % 2], start + timedelta(minutes=i), " ".join(draw.choice(words, 12)))
+        for i in range(count)
+    )
+    segments = [
+        Segment(f"s{i}", i, tuple(f"m{j}" for j in range(6 * i, min(count, 6 * i + 6)))) for i in range(-(-count // 6))
+    ]
+    entries = [Entry(f"e{i}", m.text, (say(m),), (f"s{i // 6}",)) for i, m in enumerate(messages)]
+    vectors = draw.standard_normal((count, 384), dtype=np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    config = BuildConfig(groups=None)
+    graph = MemoryGraph(Conversation("large", messages), segments, entries, vectors, encoder, config, {}, "")
+    return graph, [Question(f"q{i}", "large", " ".join(draw.choice(words, 5))) for i in range(320)]
+
+
+def fuzz() -> dict[str, Any]:
+    """Run the attack tests on 100,000 hypothesis cases."""
+    cases = 100_000
+    started = time.perf_counter()
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/env/test_hostile.py",
+        "-k",
+        "fuzz",
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"CUEWALK_FUZZ": str(cases)}, capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    if done.returncode:
+        print(done.stdout[-3000:])
+    return {"cases": cases, "passed": done.returncode == 0, "seconds": time.perf_counter() - started}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return the result as tables."""
+    parts = ["# The judges, measured", f"Made by `{result['command']}` at commit {result['commit']}."]
+    if "cheats" in result:
+        rows = result["cheats"]["rows"]
+        for data in dict.fromkeys(row["data"] for row in rows):
+            for part in ("reachable", "all"):
+                chosen = [r for r in rows if r["data"] == data and r["stratum"] == part]
+                by = {(r["policy"], r["preset"]): r["reward"] for r in chosen}
+                lines = [{"policy": policy, **{preset: by[policy, preset] for preset in PRESETS}}
+                         for policy in dict.fromkeys(r["policy"] for r in chosen)]  # fmt: skip
+                parts += [f"## Mean reward, {data}, {part} (n = {chosen[0]['n']})", _table(lines, ("policy", *PRESETS))]
+        parts += ["`heuristic` is the ranker of `rl/baselines.py`, trained on other conversations; `oracle` knows the "
+                  "gold. The JSON also holds the solved and unreachable questions.",
+                  "## Fat entries", "Recall of plain search over the memory as built, and with every four entries "
+                  "merged into one: more at equal entries, less at equal tokens.",
+                  _table(result["cheats"]["fat_entries"], ("data", "plain_at_8", "fat_at_8", "plain_at_300t",
+                                                           "fat_at_300t"))]  # fmt: skip
+    if "calibration" in result:
+        parts += ["## Calibration", "Share of answers accepted, by kind, with a 95% Wilson interval. `exact` and "
+                  "`paraphrase` are right, the others wrong.",
+                  _table(result["calibration"], ("data", "judge", "kind", "n", "accepted", "low", "high"))]  # fmt: skip
+    if "agreement" in result:
+        parts += ["## `answer_words` beside `evidence`",
+                  "Eight entries of plain search; `agree`: both at least half, or both below.",
+                  _table(result["agreement"], ("data", "category", "n", "evidence", "answer_words", "agree",
+                                               "correlation"))]  # fmt: skip
+    if "speed" in result:
+        parts += ["## The environment alone", "A refinement, then three expansions; medians of five.",
+                  _table(result["speed"], ("entries", "trajectories", "steps_per_s"))]  # fmt: skip
+    if "fuzz" in result:
+        done = result["fuzz"]
+        parts += ["## Attacks", f"{done['cases']} generated cases of hostile text: "
+                  f"{'no' if done['passed'] else 'A'} failure, {done['seconds']:.0f} s."]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        cells = [row.get(column) for column in columns]
+        text = ["–" if c is None else f"{c:.3f}" if isinstance(c, float) else str(c) for c in cells]
+        lines.append("| " + " | ".join(text) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="docs/results/judges", help="folder and name of the files")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma separated")
+    options = parser.parse_args()
+    chosen = options.only.split(",")
+    if unknown := set(chosen) - set(SECTIONS):
+        parser.error(f"unknown sections {sorted(unknown)}; choose from {', '.join(SECTIONS)}")
+    path = Path(options.out).with_suffix(".json")
+    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    result |= {"name": "judges", **provenance(), "seeds": [0]}
+    for name in SECTIONS:
+        if name in chosen:
+            result[name] = globals()[name]()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(result, indent=1, default=float) + "\n", encoding="utf-8")
+            path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
+            print(f"{name}: written to {path}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
