@@ -83,7 +83,7 @@ class Bench:
                     delta = self.config.judge.similarity
                     measures = measure_entries(graph, question, gold, entries, self.chat.count, delta)
                     if isinstance(found, Trajectory):
-                        measures |= measure_walk(found, self.judge.score(found, graph, gold).reward)
+                        measures |= measure_walk(graph, found, gold, self.judge.score(found, graph, gold).reward)
                     measures |= {"inference_tokens": float(tokens), "seconds": seconds}
                     rows += [(policy, question.id, name, value) for name, value in measures.items()]
                 bar.update(len(asked))

@@ -55,13 +55,24 @@ def measure_entries(
     }
 
 
-def measure_walk(trajectory: Trajectory, reward: float) -> Measures:
-    """Measure how a trajectory went."""
+def measure_walk(graph: MemoryGraph, trajectory: Trajectory, gold: Gold, reward: float) -> Measures:
+    """Measure how a trajectory went.
+
+    `stop_when_complete` and `go_when_incomplete` are the shares of right decisions where W held all the evidence, and
+    where it did not; the mean of the two over questions is the balanced accuracy of stopping.
+    """
+    working, right = list(trajectory.first), {True: list[bool](), False: list[bool]()}
+    for step in trajectory.steps:
+        complete = evidence_recall(graph, working, gold) == 1.0
+        right[complete].append((step.kind == "stop") == complete)
+        working += step.change.added
     return {
         "reward": reward,
         "steps": float(len(trajectory.steps)),
         "cost": float(trajectory.cost),
         "budget": float(trajectory.budget),
         "bad_actions": float(len(trajectory.bad)),
+        "stop_when_complete": float(np.mean(right[True])) if right[True] else None,
+        "go_when_incomplete": float(np.mean(right[False])) if right[False] else None,
         **{f"ended_{ending}": float(trajectory.ending == ending) for ending in ("stopped", "budget", "malformed")},
     }

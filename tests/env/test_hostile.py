@@ -76,7 +76,8 @@ def assert_harmless(env, observation, chat):
     assert set(labels) <= {*dict(env.state.frontier), *env.state.taken} and len(set(labels)) == len(labels)
     heads = [line for line in lines if line in ("Read:", "Candidates:")]
     assert len(heads) <= 2 and len(set(heads)) == len(heads)
-    assert sum(bool(re.search(r"(^|\. )Budget \d+\.$", line)) for line in lines if not line.startswith("- ")) == 1
+    ours = [line for line in lines if not line.startswith(("- ", "Question: "))]  # those open a line of others' text
+    assert sum(bool(re.search(r"(^|\. )Budget \d+\.$", line)) for line in ours) == 1
     assert max(map(len, lines)) < 800
 
 

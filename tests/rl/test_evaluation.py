@@ -50,10 +50,24 @@ def test_ndcg_is_one_where_the_gold_comes_first(graph, question, gold):
 def test_a_walk_is_measured_by_its_ending_and_cost(graph, question, gold):
     env = RetrievalEnv(graph, question, RULES)
     trajectory = baselines.run_scripted(baselines.expand_top(3), env, gold)
-    assert measure_walk(trajectory, 0.25) == {
+    assert measure_walk(graph, trajectory, gold, 0.25) == {
         "reward": 0.25, "steps": 1.0, "cost": 3.0, "budget": 3.0, "bad_actions": 0.0,
+        "stop_when_complete": None, "go_when_incomplete": 1.0,
         "ended_stopped": 0.0, "ended_budget": 1.0, "ended_malformed": 0.0,
     }  # fmt: skip
+
+
+def test_stopping_is_right_when_all_is_there_and_only_then(graph, question):
+    def measured(policy, *evidence):
+        gold = Gold("x", evidence, 4)
+        trajectory = baselines.run_scripted(policy, RetrievalEnv(graph, question, RULES), gold)
+        found = measure_walk(graph, trajectory, gold, 0.0)
+        return found["stop_when_complete"], found["go_when_incomplete"]
+
+    assert measured(baselines.expand_top(0), "m1") == (1.0, None)
+    assert measured(baselines.expand_top(0), "m2") == (None, 0.0)  # too early
+    assert measured(baselines.expand_top(1), "m1") == (0.5, None)  # too late, then right
+    assert measured(oracle_action, "m1", "m2") == (1.0, 1.0)
 
 
 def test_scripted_policies_do_what_their_names_say(graph, question, gold):
