@@ -347,6 +347,8 @@ def main() -> None:
     for name in SECTIONS:
         if name in chosen:
             result[name] = globals()[name]()
+            # Sections may be measured apart: each says by which command and commit.
+            result.setdefault("made", {})[name] = {key: result[key] for key in ("command", "commit")}
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(result, indent=1, default=float) + "\n", encoding="utf-8")
             path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
