@@ -6,19 +6,18 @@ Synthetic test conversations, and LoCoMo's validation conversation where CUEWALK
 told apart by what the first search left: `solved`, `reachable` (a candidate holds missing gold), `unreachable`.
 """
 
-import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from results import measure, table
 from tqdm import tqdm
 
 from cuewalk.env import EnvConfig, Gold, Question, RetrievalEnv, Tasks, format_action, load_locomo
@@ -32,9 +31,7 @@ from cuewalk.memory.reader import LocalReader
 from cuewalk.memory.records import say
 from cuewalk.rl.baselines import Ranker
 from cuewalk.rl.oracle import searching_oracle
-from cuewalk.rl.run import provenance
 
-SECTIONS = ("cheats", "calibration", "agreement", "speed", "fuzz")
 SCORES = ("answer_em", "answer_f1", "answer_f1_xmemory", "bleu1", "rouge_l")
 ROOT = Path(__file__).parents[1]
 Policy = Callable[[RetrievalEnv], str]
@@ -297,25 +294,25 @@ def markdown(result: dict[str, Any]) -> str:
                 by = {(r["policy"], r["preset"]): r["reward"] for r in chosen}
                 lines = [{"policy": policy, **{preset: by[policy, preset] for preset in PRESETS}}
                          for policy in dict.fromkeys(r["policy"] for r in chosen)]  # fmt: skip
-                parts += [f"## Mean reward, {data}, {part} (n = {chosen[0]['n']})", _table(lines, ("policy", *PRESETS))]
+                parts += [f"## Mean reward, {data}, {part} (n = {chosen[0]['n']})", table(lines, ("policy", *PRESETS))]
         parts += ["`heuristic` is the ranker of `rl/baselines.py`, trained on other conversations; `oracle` knows the "
                   "gold. The JSON also holds the solved and unreachable questions.",
                   "## Fat entries", "Recall of plain search over the memory as built, and with every four entries "
                   "merged into one: more at equal entries, less at equal tokens.",
-                  _table(result["cheats"]["fat_entries"], ("data", "plain_at_8", "fat_at_8", "plain_at_300t",
+                  table(result["cheats"]["fat_entries"], ("data", "plain_at_8", "fat_at_8", "plain_at_300t",
                                                            "fat_at_300t"))]  # fmt: skip
     if "calibration" in result:
         parts += ["## Calibration", "Share of answers accepted, by kind, with a 95% Wilson interval. `exact` and "
                   "`paraphrase` are right, the others wrong.",
-                  _table(result["calibration"], ("data", "judge", "kind", "n", "accepted", "low", "high"))]  # fmt: skip
+                  table(result["calibration"], ("data", "judge", "kind", "n", "accepted", "low", "high"))]  # fmt: skip
     if "agreement" in result:
         parts += ["## `answer_words` beside `evidence`",
                   "Eight entries of plain search; `agree`: both at least half, or both below.",
-                  _table(result["agreement"], ("data", "category", "n", "evidence", "answer_words", "agree",
+                  table(result["agreement"], ("data", "category", "n", "evidence", "answer_words", "agree",
                                                "correlation"))]  # fmt: skip
     if "speed" in result:
         parts += ["## The environment alone", "A refinement, then three expansions; medians of five.",
-                  _table(result["speed"], ("entries", "trajectories", "steps_per_s"))]  # fmt: skip
+                  table(result["speed"], ("entries", "trajectories", "steps_per_s"))]  # fmt: skip
     if "fuzz" in result:
         done = result["fuzz"]
         parts += ["## Attacks", f"{done['cases']} generated cases of hostile text: "
@@ -323,37 +320,6 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for row in rows:
-        cells = [row.get(column) for column in columns]
-        text = ["–" if c is None else f"{c:.3f}" if isinstance(c, float) else str(c) for c in cells]
-        lines.append("| " + " | ".join(text) + " |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="docs/results/judges", help="folder and name of the files")
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma separated")
-    options = parser.parse_args()
-    chosen = options.only.split(",")
-    if unknown := set(chosen) - set(SECTIONS):
-        parser.error(f"unknown sections {sorted(unknown)}; choose from {', '.join(SECTIONS)}")
-    path = Path(options.out).with_suffix(".json")
-    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    result |= {"name": "judges", **provenance(), "seeds": [0]}
-    for name in SECTIONS:
-        if name in chosen:
-            result[name] = globals()[name]()
-            # Sections may be measured apart: each says by which command and commit.
-            result.setdefault("made", {})[name] = {key: result[key] for key in ("command", "commit")}
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(result, indent=1, default=float) + "\n", encoding="utf-8")
-            path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
-            print(f"{name}: written to {path}", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    functions = (cheats, calibration, agreement, speed, fuzz)
+    measure(__doc__, "judges", {function.__name__: function for function in functions}, dict, markdown)

@@ -6,8 +6,6 @@ Choices are made on the conversations 26, 30, 41, 43, 47 (`dev`); 42, 44, 48, 49
 Sections: sizes, links, context, evidence, ablations, speed. Sections not in --only are kept from the file as it is.
 """
 
-import argparse
-import json
 import os
 import re
 import statistics
@@ -15,11 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import faiss
 import numpy as np
+from results import measure, table
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 from tqdm import tqdm
 
@@ -37,10 +35,8 @@ from cuewalk.memory.models import load_tokenizer
 from cuewalk.memory.reader import LocalReader
 from cuewalk.rl.baselines import run_scripted
 from cuewalk.rl.oracle import oracle_action
-from cuewalk.rl.run import provenance
 from cuewalk.rl.statistics import compare
 
-SECTIONS = ("sizes", "links", "context", "evidence", "ablations", "speed")
 CAP = 24
 DEFAULT = EnvConfig().links
 NO_LIMIT = 10**6
@@ -404,7 +400,7 @@ def markdown(result: dict[str, Any]) -> str:
         rows = [{"conversation": id_, **row} for id_, row in result["sizes"]["conversations"].items()]
         rows += [{"conversation": f"{name} (paper)", **row} for name, row in result["sizes"]["papers"].items()]
         parts += ["## Sizes", "Beside the papers' means over the same ten conversations, built with a model.",
-                  _table(rows, ("conversation", "split", "messages", "segments", "entries", "anchors",
+                  table(rows, ("conversation", "split", "messages", "segments", "entries", "anchors",
                                 "anchors_per_entry", "groups", "group_size_mean", "singletons", "objective",
                                 "reassigned"))]  # fmt: skip
     if "links" in result:
@@ -415,76 +411,49 @@ def markdown(result: dict[str, Any]) -> str:
                   "candidates taken. `all` are the links alone, `next_hits` the control that lists the query's next "
                   "hits, `default` the environment's frontier, `everything` both in full; `walk` rows are the oracle "
                   "in the environment, six expansions at most.",
-                  _table(rows, ("links", "hops", "k", "split", "reachable", "oracle_recall", "oracle_entries",
+                  table(rows, ("links", "hops", "k", "split", "reachable", "oracle_recall", "oracle_entries",
                                 "frontier", "frontier_tokens", "context_tokens")),
                   "Paired differences from `next_hits` at the same cap of 24; 95% interval by t over conversations.",
-                  _table(result["links"]["comparisons"], ("metric", "a", "b", "split", "difference", "low", "high",
+                  table(result["links"]["comparisons"], ("metric", "a", "b", "split", "difference", "low", "high",
                                                           "n"))]  # fmt: skip
     if "context" in result:
         parts += ["## Context forms", "The first search's five entries, shown in four ways (Memora's ablation).",
-                  _table(result["context"], ("form", "split", "k", "evidence", "tokens"))]  # fmt: skip
+                  table(result["context"], ("form", "split", "k", "evidence", "tokens"))]  # fmt: skip
     if "evidence" in result:
         papers = ", ".join(f"{name} {b} blocks, {t} tokens" for name, (b, t) in result["evidence"]["papers"].items())
         parts += ["## Evidence density",
                   "Blocks and tokens, in order of rank and among 20, until every content word of the gold answer was "
                   "shown, over the answers that were covered; share of blocks with 1, 2 and more of those words. "
                   f"The xMemory paper's figures (another encoder, blocks of about 180 tokens): {papers}.",
-                  _table(result["evidence"]["rows"], ("method", "split", "n", "covered", "blocks", "tokens", "hit_1",
+                  table(result["evidence"]["rows"], ("method", "split", "n", "covered", "blocks", "tokens", "hit_1",
                                                       "hit_2", "hit_more")),
                   "Stage II, SmolLM2-135M as the reader, 8 entries first, dev: evidence in the context and its tokens "
                   "before and after; tokens that went through the reader.",
-                  _table(result["evidence"]["reader"], ("first", "n", "evidence_before", "evidence", "tokens_before",
+                  table(result["evidence"]["reader"], ("first", "n", "evidence_before", "evidence", "tokens_before",
                                                         "tokens", "reader_tokens", "uncertainty_fell"))]  # fmt: skip
     if "ablations" in result:
         parts += ["## Ablations", "One thing changed at a time. `oracle_recall` is one hop over the default frontier; "
                   "`reassigned` the share of entries whose group changed after they came (the paper: 44.9%, without "
                   "merge 26.2%, without split 17.3%).",
-                  _table(result["ablations"], ("ablation", "split", "entries", "recall_at_5", "recall_at_8",
+                  table(result["ablations"], ("ablation", "split", "entries", "recall_at_5", "recall_at_8",
                                                "tokens_at_8", "oracle_recall", "group_links", "stage_I_at_8", "groups",
                                                "group_size_mean", "reassigned", "objective"))]  # fmt: skip
     if "speed" in result:
         parts += ["## Speed", "Medians, both sides in turns in one run; `floor` is bare encoding of the same "
                   "abstractions, and bare FAISS.",
-                  _table(result["speed"], ("benchmark", "ours", "floor", "unit", "vs_floor",
+                  table(result["speed"], ("benchmark", "ours", "floor", "unit", "vs_floor",
                                            "same_results"))]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
 
-def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for row in rows:
-        cells = [row.get(column) for column in columns]
-        lines.append("| " + " | ".join("–" if c is None else f"{c:.3f}" if isinstance(c, float) else str(c)
-                                       for c in cells) + " |")  # fmt: skip
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="docs/results/memory", help="folder and name of the files")
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma separated")
-    options = parser.parse_args()
-    chosen = options.only.split(",")
-    if unknown := set(chosen) - set(SECTIONS):
-        parser.error(f"unknown sections {sorted(unknown)}; choose from {', '.join(SECTIONS)}")
+def head() -> dict[str, Any]:
+    """Return what the result says of its data; ends with a message where there is none."""
     if "CUEWALK_DATA" not in os.environ:
-        parser.error("set CUEWALK_DATA to the folder of locomo10.json (see README, Data)")
-    path = Path(options.out).with_suffix(".json")
-    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    result |= {"name": "memory", **provenance(), "seeds": [0],
-               "data": {"dataset": "locomo", "split": "dev: 26 30 41 43 47, test: 42 44 48 49 50",
-                        "n_dev": len(load("dev").questions), "n_test": len(load("test").questions)}}  # fmt: skip
-    for name in SECTIONS:
-        if name in chosen:
-            result[name] = globals()[name]()
-            # Sections may be measured apart: each says by which command and commit.
-            result.setdefault("made", {})[name] = {key: result[key] for key in ("command", "commit")}
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(result, indent=1, default=float) + "\n", encoding="utf-8")
-            path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
-            print(f"{name}: written to {path}", flush=True)
+        raise SystemExit("set CUEWALK_DATA to the folder of locomo10.json (see README, Data)")
+    sizes = {f"n_{split}": len(load(split).questions) for split in ("dev", "test")}
+    return {"data": {"dataset": "locomo", "split": "dev: 26 30 41 43 47, test: 42 44 48 49 50", **sizes}}
 
 
 if __name__ == "__main__":
-    main()
+    functions = (sizes, links, context, evidence, ablations, speed)
+    measure(__doc__, "memory", {function.__name__: function for function in functions}, head, markdown)

@@ -1,0 +1,56 @@
+"""What the measuring scripts share: sections measured apart into one JSON file, and its Markdown twin."""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cuewalk.rl.run import provenance
+
+
+def measure(
+    description: str | None,
+    name: str,
+    sections: Mapping[str, Callable[[], Any]],
+    head: Callable[[], Any],
+    text: Markdown,
+) -> None:
+    """Read the command line, measure the sections asked for, and write after each one.
+
+    Args:
+        description: Of the command, for its `--help`.
+        name: Of the result, and of its files under docs/results.
+        sections: Name -> what measures it. Those not asked for are kept from the file as it is.
+        head: Returns further fields of the result.
+        text: Turns the result into Markdown.
+    """
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
+    parser.add_argument("--out", default=f"docs/results/{name}", help="folder and name of the files")
+    parser.add_argument("--only", default=",".join(sections), help="sections, comma separated")
+    options = parser.parse_args()
+    chosen = options.only.split(",")
+    if unknown := set(chosen) - set(sections):
+        parser.error(f"unknown sections {sorted(unknown)}; choose from {', '.join(sections)}")
+    path = Path(options.out).with_suffix(".json")
+    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    result |= {"name": name, **provenance(), "seeds": [0], **head()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for section in (section for section in sections if section in chosen):
+        result[section] = sections[section]()
+        # Sections may be measured apart: each says by which command and commit.
+        result.setdefault("made", {})[section] = {key: result[key] for key in ("command", "commit")}
+        path.write_text(json.dumps(result, indent=1, default=float) + "\n", encoding="utf-8")
+        path.with_suffix(".md").write_text(text(result), encoding="utf-8")
+        print(f"{section}: written to {path}", flush=True)
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """Return rows as a Markdown table."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        cells = [row.get(column) for column in columns]
+        shown = ["–" if c is None else f"{c:.3f}" if isinstance(c, float) else str(c) for c in cells]
+        lines.append("| " + " | ".join(shown) + " |")
+    return "\n".join(lines)
