@@ -14,7 +14,7 @@ def measure(
     name: str,
     sections: Mapping[str, Callable[[], Any]],
     head: Callable[[], Any],
-    text: Markdown,
+    text: Callable[[dict[str, Any]], str],
 ) -> None:
     """Read the command line, measure the sections asked for, and write after each one.
 
