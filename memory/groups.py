@@ -89,10 +89,6 @@ class Groups:
         now = {p: group for group, members in self.members.items() for p in members}
         self.reassigned |= {p for p, group in known.items() if now[p] != group}
 
-    def centroids(self, vectors: FloatArray) -> tuple[list[str], FloatArray]:
-        """Return the group ids, and the means of their members' vectors, (K, d)."""
-        return list(self.members), np.stack([vectors[members].mean(axis=0) for members in self.members.values()])
-
     def _set(self, group: str, members: list[int], vectors: FloatArray) -> None:
         self.members[group] = members
         self._centroids[group] = vectors[members].mean(axis=0)

@@ -39,7 +39,6 @@ from cuewalk.rl.statistics import compare
 
 CAP = 24
 DEFAULT = EnvConfig().links
-NO_LIMIT = 10**6
 PAPERS = {
     "Memora": {"entries": 344},
     "xMemory": {"entries": 290, "groups": 65, "group_size_mean": 4.48, "reassigned": 0.4491},
@@ -336,7 +335,8 @@ def ablations() -> list[dict[str, Any]]:
                 row["group_size_mean"] = row["entries"] / row["groups"]
                 row["reassigned"] = mean([share for _, _, share in again])
                 row["objective"] = mean(
-                    [objective(groups.centroids(g.vectors)[1], [len(m) for m in groups.members.values()])
+                    [objective(np.stack([g.vectors[m].mean(axis=0) for m in groups.members.values()]),
+                               [len(m) for m in groups.members.values()])
                      for g, groups, _ in again]
                 )  # fmt: skip
             rows.append(row)
