@@ -49,7 +49,7 @@ def first_letters(count: int) -> Policy:
 
 
 def one_by_one(env: RetrievalEnv) -> str:
-    """Take the first line, one a step, for as long as there is budget; unlike `expand all` it sees what each links to."""
+    """Take the first line, one a step, as long as there is budget; unlike `expand all` it sees what each links to."""
     frontier = env.state.frontier
     return f"EXPAND {frontier[0][0]}" if frontier else f"REFINE {env.question.text} {len(env.steps)}"
 
