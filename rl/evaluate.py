@@ -21,7 +21,6 @@ from cuewalk.rl.config import Config, ConfigError
 from cuewalk.rl.data import load_graphs, load_part
 from cuewalk.rl.measures import measure_entries, measure_walk
 from cuewalk.rl.oracle import oracle_action, searching_oracle
-from cuewalk.rl.report import write_report
 from cuewalk.rl.rollout import walk_greedily
 from cuewalk.rl.run import provenance, read_metrics
 from cuewalk.rl.statistics import compare
@@ -90,12 +89,11 @@ class Bench:
         return rows
 
 
-def evaluate(config: Config, prefix: Path | None = None) -> tuple[dict[str, Any], list[Path]]:
-    """Measure all policies of a trained run; write JSON, Markdown and plots; return the result and the files.
+def evaluate(config: Config) -> dict[str, Any]:
+    """Measure all policies of a trained run; return the one results form.
 
     Policies without a model see all questions of the part; those with one see `evaluation.model_questions`. Both
-    are also given on the model's questions, so that the rows of one table compare. `prefix` is where the files go
-    and how their names begin, by default `run_dir/evaluation`.
+    are also given on the model's questions, so that the rows of one table compare.
     """
     run = Path(config.run_dir)
     if not (run / "config.json").exists():
@@ -135,8 +133,7 @@ def evaluate(config: Config, prefix: Path | None = None) -> tuple[dict[str, Any]
     for name, load in models.items():
         serve = partial(bench.serve, load(), name == "untrained_grammar")
         measured += bench.measure(name, asked, serve, config.evaluation.batch)
-    result = summarise(bench, pd.DataFrame(measured, columns=COLUMNS), [question.id for question in asked])
-    return result, write_report(result, run / "metrics.jsonl", prefix or run / "evaluation")
+    return summarise(bench, pd.DataFrame(measured, columns=COLUMNS), [question.id for question in asked])
 
 
 def model_questions(config: Config, part: Tasks) -> tuple[Question, ...]:

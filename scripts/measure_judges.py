@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from results import measure, table
 from tqdm import tqdm
 
 from cuewalk.env import EnvConfig, Gold, Question, RetrievalEnv, Tasks, format_action, load_locomo
@@ -31,6 +30,7 @@ from cuewalk.memory.reader import LocalReader
 from cuewalk.memory.records import say
 from cuewalk.rl.baselines import Ranker
 from cuewalk.rl.oracle import searching_oracle
+from cuewalk.scripts.results import measure, table
 
 SCORES = ("answer_em", "answer_f1", "answer_f1_xmemory", "bleu1", "rouge_l")
 ROOT = Path(__file__).parents[1]

@@ -8,16 +8,13 @@ Sections: sizes, links, context, evidence, ablations, speed. Sections not in --o
 
 import os
 import re
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import faiss
 import numpy as np
-from results import measure, table
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 from tqdm import tqdm
 
@@ -27,6 +24,7 @@ from cuewalk.env.tasks import join_tasks, select
 from cuewalk.judges import covered, evidence_recall
 from cuewalk.memory import LINK_KINDS, BuildConfig, MemoryGraph, SentenceEncoder, build_graph
 from cuewalk.memory.context import FORMS, context_sources, render_context
+from cuewalk.memory.encoder import FloatArray
 from cuewalk.memory.groups import GroupConfig, Groups, objective
 from cuewalk.memory.hierarchy import expand_while_surer, select_backbone
 from cuewalk.memory.index import HybridIndex
@@ -36,6 +34,7 @@ from cuewalk.memory.reader import LocalReader
 from cuewalk.rl.baselines import run_scripted
 from cuewalk.rl.oracle import oracle_action
 from cuewalk.rl.statistics import compare
+from cuewalk.scripts.results import measure, race, table
 
 CAP = 24
 DEFAULT = EnvConfig().links
@@ -123,7 +122,7 @@ def sizes() -> dict[str, Any]:
 
 def links() -> dict[str, Any]:
     """What the first search finds, and what one and two hops reach, by kind of link."""
-    kinds = {kind: (kind,) for kind in LINK_KINDS if kind != "search"}
+    kinds: dict[str, tuple[str, ...]] = {kind: (kind,) for kind in LINK_KINDS if kind != "search"}
     kinds |= {"all": tuple(k for k in LINK_KINDS if k != "search"), "next_hits": ("search",), "default": DEFAULT,
               "everything": LINK_KINDS}  # fmt: skip
     rows, comparisons = [], []
@@ -354,7 +353,7 @@ def speed() -> list[dict[str, Any]]:
     encoder = SentenceEncoder()
     graph = build_graph(conversation, encoder)
     texts = [entry.abstraction for entry in graph.entries.values()]
-    ours, bare = _race(lambda: build_graph(conversation, encoder), lambda: encoder.encode(texts), 3)
+    ours, bare = race([lambda: build_graph(conversation, encoder), lambda: encoder.encode(texts)], 3)
     rows = [{"benchmark": "build, conv-26", "ours": len(conversation.messages) / ours, "unit": "messages/s",
              "floor": len(conversation.messages) / bare, "vs_floor": bare / ours}]  # fmt: skip
     random = np.random.default_rng(0)
@@ -368,23 +367,19 @@ def speed() -> list[dict[str, Any]]:
         same = [
             [i for i, _ in index.search("", q)][:20] == flat.search(q[None], 200)[1][0].tolist()[:20] for q in queries
         ]
-        ours, bare = _race(lambda i=index, qs=queries: [i.search("", q) for q in qs],
-                           lambda f=flat, qs=queries: [f.search(q[None], 200) for q in qs], 5)  # fmt: skip
+        ours, bare = race([partial(_search_each, index, queries), partial(_search_bare, flat, queries)], 5)
         rows.append({"benchmark": f"dense search, {count} vectors", "ours": 1000 * ours / 20, "unit": "ms/query",
                      "floor": 1000 * bare / 20, "vs_floor": bare / ours, "same_results": mean(same)})  # fmt: skip
         del index, flat, vectors
     return rows
 
 
-def _race(ours: Callable[[], Any], bare: Callable[[], Any], times: int) -> tuple[float, float]:
-    """Run both in turns; return the medians in seconds."""
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(times):
-        for task, kept in zip((ours, bare), seconds, strict=True):
-            started = time.perf_counter()
-            task()
-            kept.append(time.perf_counter() - started)
-    return statistics.median(seconds[0]), statistics.median(seconds[1])
+def _search_each(index: HybridIndex, queries: FloatArray) -> list[Any]:
+    return [index.search("", query) for query in queries]
+
+
+def _search_bare(flat: Any, queries: FloatArray) -> list[Any]:
+    return [flat.search(query[None], 200) for query in queries]
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,17 @@ def measure(
         path.write_text(json.dumps(result, indent=1, default=float) + "\n", encoding="utf-8")
         path.with_suffix(".md").write_text(text(result), encoding="utf-8")
         print(f"{section}: written to {path}", flush=True)
+
+
+def race(tasks: Sequence[Callable[[], Any]], times: int) -> list[float]:
+    """Run the tasks in turns, `times` rounds; return each one's median in seconds."""
+    seconds: list[list[float]] = [[] for _ in tasks]
+    for _ in range(times):
+        for task, kept in zip(tasks, seconds, strict=True):
+            started = time.perf_counter()
+            task()
+            kept.append(time.perf_counter() - started)
+    return [statistics.median(kept) for kept in seconds]
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:

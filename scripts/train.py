@@ -2,6 +2,6 @@
 
 import sys
 
-from cuewalk.rl.cli import main
+from cuewalk.scripts.cli import main
 
 sys.exit(main(["train", *sys.argv[1:]]))

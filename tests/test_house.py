@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "env": {"env", "memory"},
     "judges": {"judges", "env", "memory"},
     "rl": {"rl", "judges", "env", "memory"},
+    "scripts": {"scripts", "rl", "judges", "env", "memory"},
 }
 
 
@@ -42,7 +43,7 @@ def test_imports_run_one_way():
 def test_rooms_stay_small():
     lines = {path: len(path.read_text().splitlines()) for _, path in modules()}
     assert {path: n for path, n in lines.items() if n > 500} == {}
-    assert 1000 < sum(lines.values()) < 6000
+    assert 1000 < sum(n for path, n in lines.items() if path.parent.name != "scripts") < 6000
 
 
 def test_the_package_list_holds_every_package():

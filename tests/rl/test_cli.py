@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cuewalk.rl.cli import main
+from cuewalk.scripts.cli import main
 from tests.memory.test_extract import serving
 
 ROOT = Path(__file__).parents[2]
@@ -195,9 +195,9 @@ def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     )
     launched = run("accelerate.commands.launch", "--num_processes", "1", "scripts/train.py", "--config", str(path))
     assert "trained policy in" in launched.stdout
-    again = run("cuewalk.rl.cli", "train", "--config", str(path))
+    again = run("cuewalk.scripts.cli", "train", "--config", str(path))
     assert "trained policy in" in again.stdout and "train_runtime" not in again.stdout  # nothing was done twice
-    printed = run("cuewalk.rl.cli", "evaluate", "--config", str(path)).stdout
+    printed = run("cuewalk.scripts.cli", "evaluate", "--config", str(path)).stdout
     result = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     policies = {row["policy"] for row in result["rows"]}
     walked = {"stop", "random", "expand_top=1", "expand_top=3", "expand_all", "ranker", "oracle_one_hop", "oracle"}
@@ -212,7 +212,7 @@ def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     assert {"name", "command", "commit", "seeds", "versions", "data", "rows", "comparisons"} <= set(result)
     for name in ("evaluation.md", "evaluation_entries.png", "evaluation_learning.png"):
         assert (tmp_path / "run" / name).stat().st_size > 100 and name in printed
-    run("cuewalk.rl.cli", "export", str(tmp_path / "run"), str(tmp_path / "policy"))
+    run("cuewalk.scripts.cli", "export", str(tmp_path / "run"), str(tmp_path / "policy"))
     assert (tmp_path / "policy" / "policy.json").exists()
 
 

@@ -12,8 +12,8 @@ from cuewalk.rl import Config, baselines
 from cuewalk.rl.evaluate import COLUMNS, summarise
 from cuewalk.rl.measures import measure_entries, measure_walk
 from cuewalk.rl.oracle import oracle_action
-from cuewalk.rl.report import markdown
 from cuewalk.rl.statistics import compare
+from cuewalk.scripts.report import markdown
 from tests.conftest import at
 
 RULES = EnvConfig(k=1, budget=3, frontier_cap=4, new_lines=1)

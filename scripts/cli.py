@@ -156,10 +156,11 @@ def _train(options: argparse.Namespace) -> None:
 
 def _evaluate(options: argparse.Namespace) -> None:
     from cuewalk.rl.evaluate import evaluate
-    from cuewalk.rl.report import same_questions, table
+    from cuewalk.scripts.report import same_questions, table, write_report
 
     config = load_config(options.config, options.overrides)
-    result, paths = evaluate(config, Path(options.out) if options.out else None)
+    result, run = evaluate(config), Path(config.run_dir)
+    paths = write_report(result, run / "metrics.jsonl", Path(options.out or run / "evaluation"))
     print(table(same_questions(result["rows"])))
     if training := result["training"]:
         print(f"\nGRPO: {training['groups_live']} of {training['groups']} groups were live.")
