@@ -17,22 +17,29 @@ Tensors = Sequence[torch.Tensor]
 
 
 @torch.no_grad()
-def check_model(model: Any) -> None:
-    """Make sure that hidden states through the head are the model's logits, also past a cached prefix.
+def check_model(model: Any, max_tokens: int) -> None:
+    """Make sure that hidden states through the head are the model's logits, past a shared prefix, on two branches.
 
-    A ModelError if not: the model scales or caps its logits, or keeps another kind of cache.
+    A ModelError if not: the model scales or caps its logits, keeps another kind of cache, or attends to fewer than
+    `max_tokens` tokens.
     """
     decoder, head = decoder_and_head(model)
     ids = torch.arange(5, 13, device=model.device)[None] % model.config.vocab_size
-    expected = model(input_ids=ids).logits.float()
+    expected = model(input_ids=ids).logits[0].float().log_softmax(-1)
     cache = DynamicCache(config=model.config)
-    hidden = [run_decoder(decoder, part, cache) for part in (ids[:, :5], ids[:, 5:])]
-    found = head(torch.cat(hidden, dim=1)).float()
-    error = (found.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
-    if error > (1e-3 if model.dtype == torch.float32 else 0.5):
+    run_decoder(decoder, ids[:, :5], cache)
+    own = torch.ones(3, 3, dtype=torch.bool, device=model.device).tril()
+    mask = torch.cat([torch.ones_like(own)[:, :1].expand(3, 5).repeat(2, 1), torch.block_diag(own, own).bool()], dim=1)
+    positions = torch.arange(5, 8, device=model.device).repeat(2)[None]
+    branches = head(run_decoder(decoder, ids[:, 5:].repeat(1, 2), cache, mask[None, None], positions))[0].float()
+    error = (branches.log_softmax(-1) - expected[5:].repeat(2, 1)).abs().max().item()
+    window = getattr(model.config, "sliding_window", None) or max_tokens
+    slides = "sliding_attention" in (getattr(model.config, "layer_types", None) or [])
+    if error > (1e-3 if model.dtype == torch.float32 else 0.5) or (slides and window < max_tokens):
         raise ModelError(
-            f"{model.config.model_type} models give other logits (by {error:.3f}) when hidden states are cached and "
-            f"sent through the head alone; use a model with plain attention and an unscaled head, like Llama"
+            f"{model.config.model_type} models can't share a prompt's forward pass here (their logits differ by "
+            f"{error:.3f}, and they see {window} of {max_tokens} tokens); use a model with plain attention and an "
+            f"unscaled head, like Llama or Qwen, loaded with attn_implementation='sdpa'"
         )
 
 
@@ -59,25 +66,44 @@ def score_actions(
         if bool(mask.any()):
             groups.setdefault(tuple(prompt.tolist()), {}).setdefault(tuple(completion.tolist()), []).append(row)
     for prompt_ids, group in groups.items():
-        firsts = [rows[0] for rows in group.values()]
         prompt = torch.tensor([prompt_ids], device=model.device)
         cache = DynamicCache(config=model.config)
         prefix = run_decoder(decoder, prompt, cache)[:, -1:]
-        cache.batch_repeat_interleave(len(firsts))
-        ids, valid = pad_rows([completions[row].tolist() for row in firsts], model.device)
-        past = torch.ones(len(firsts), len(prompt_ids), dtype=torch.long, device=model.device)
-        positions = (len(prompt_ids) + torch.arange(ids.shape[1], device=model.device)).expand_as(ids)
-        hidden = run_decoder(decoder, ids, cache, torch.cat([past, valid], dim=1), positions)
-        before = torch.cat([prefix.expand(len(firsts), -1, -1), hidden[:, :-1]], dim=1)  # (U, C, H), one token back
-        for place, rows in enumerate(group.values()):
-            mask = masks[rows[0]].to(model.device)
-            at = before[place, : len(mask)][mask]
-            scores = (head(at).float() / temperature).log_softmax(-1)
-            chosen = scores.gather(1, ids[place, : len(mask)][mask][:, None]).squeeze(1)
-            entropy = -(scores.exp() * scores).sum(-1).detach()
-            for row in rows:
-                logps[row], entropies[row] = chosen, entropy
+        for part in _alike([completions[rows[0]] for rows in group.values()]):
+            places = [list(group.values())[i] for i in part]
+            ids, valid = pad_rows([completions[rows[0]].tolist() for rows in places], model.device)
+            past = torch.ones(len(part), len(prompt_ids), dtype=torch.long, device=model.device)
+            positions = (len(prompt_ids) + torch.arange(ids.shape[1], device=model.device)).expand_as(ids)
+            mask = torch.cat([past, valid], dim=1)
+            hidden = run_decoder(decoder, ids, _copies(cache, len(part)), mask, positions)
+            before = torch.cat([prefix.expand(len(part), -1, -1), hidden[:, :-1]], dim=1)  # (U, C, H), one back
+            for place, rows in enumerate(places):
+                kept = masks[rows[0]].to(model.device)
+                at = before[place, : len(kept)][kept]
+                scores = (head(at).float() / temperature).log_softmax(-1)
+                chosen = scores.gather(1, ids[place, : len(kept)][kept][:, None]).squeeze(1)
+                entropy = -(scores.exp() * scores).sum(-1).detach()
+                for row in rows:
+                    logps[row], entropies[row] = chosen, entropy
     return logps, entropies
+
+
+def _alike(rows: Tensors) -> list[list[int]]:
+    """Return the places of rows in batches of about one length: none is shorter than four fifths of its longest."""
+    batches: list[list[int]] = []
+    for place in sorted(range(len(rows)), key=lambda place: -len(rows[place])):
+        if not batches or len(rows[place]) < 0.8 * len(rows[batches[-1][0]]):
+            batches.append([])
+        batches[-1].append(place)
+    return batches
+
+
+def _copies(cache: DynamicCache, count: int) -> DynamicCache:
+    """Return a cache of so many rows that starts as this one row; nothing is copied, and gradients flow back."""
+    copies = DynamicCache()
+    for layer, own in enumerate(cache.layers):
+        copies.update(*(kept.expand(count, -1, -1, -1) for kept in (own.keys, own.values)), layer)
+    return copies
 
 
 def pad_rows(rows: Sequence[Sequence[int]], device: Any) -> tuple[torch.Tensor, torch.Tensor]:

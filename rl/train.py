@@ -85,7 +85,7 @@ def check_judge(config: Config, judge: TrajectoryJudge) -> None:
 def new_adapter(config: Config) -> Any:
     """Return the base model with a fresh LoRA adapter, dropout 0."""
     base = load_language_model(config.model, config.dtype)
-    check_model(base)
+    check_model(base, config.sampling.max_tokens)
     defaults = {"r": 16, "lora_alpha": 32, "target_modules": LINEAR, "task_type": "CAUSAL_LM"}
     torch.manual_seed(config.seed)
     return get_peft_model(base, LoraConfig(**{**defaults, **config.lora, "lora_dropout": 0.0}))

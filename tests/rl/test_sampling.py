@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from cuewalk.env import EnvConfig, RetrievalEnv
 from cuewalk.memory.models import load_language_model
@@ -104,6 +105,30 @@ def test_prompts_are_computed_once_and_actions_token_by_token(model):
     assert sampler.tokens == prompts + sum(len(row["ids"]) - 1 for row in rows)
 
 
+def test_a_group_needs_no_padding_and_groups_only_to_the_longest_of_them(model):
+    sampler = TransformersSampler(model, 2, 6, temperature=0)
+    sampler.begin([[5] * 40], 3)
+    sampler.act([lambda ids, n=n: [9] if len(ids) < n else [2] for n in (1, 3, 5)])
+    sampler.observe([0, 2], [[7] * 11, [7] * 30])
+    sampler.act()
+    assert sampler.padding == 0
+    sampler.begin([[5] * 40, [5] * 37], 1)
+    assert sampler.padding == 3
+
+
+def test_no_gradient_reaches_the_layers_below_the_adapters(tiny_model):
+    base = load_language_model(str(tiny_model), "float32", device="cpu")
+    adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj", "down_proj"], layers_to_transform=[1]))
+    reached = {}
+    for number, layer in enumerate(base.get_decoder().layers):
+        layer.register_forward_hook(lambda *call, number=number: reached.setdefault(number, call[2].requires_grad))
+    rows = [torch.tensor([5, 6, 7]), torch.tensor([8, 2]), torch.tensor([True, True])]
+    score_actions(adapted, *([row] for row in rows))[0][0].sum().backward()
+    assert reached == {0: False, 1: True}
+    trained = {name for name, p in adapted.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert trained and all(".layers.1." in name for name in trained)
+
+
 def test_the_likeliest_action_is_greedy_and_needs_no_generator(model):
     sampler = TransformersSampler(model, 2, 3, temperature=0)
     sampler.begin([[5, 6, 7]], 2)
@@ -123,7 +148,7 @@ def test_an_action_is_cut_at_its_limit_and_ends_at_the_end_of_turn(model):
 
 
 def test_check_model_refuses_a_head_that_is_scaled(model, monkeypatch):
-    check_model(model)
+    check_model(model, 2048)
     forward = model.forward
 
     def scaled(*args, **kwargs):
@@ -132,8 +157,16 @@ def test_check_model_refuses_a_head_that_is_scaled(model, monkeypatch):
         return output
 
     monkeypatch.setattr(model, "forward", scaled)
-    with pytest.raises(ValueError, match="give other logits"):
-        check_model(model)
+    with pytest.raises(ValueError, match="can't share a prompt's forward pass"):
+        check_model(model, 2048)
+
+
+def test_check_model_refuses_a_window_shorter_than_a_transcript(model, monkeypatch):
+    monkeypatch.setattr(model.config, "sliding_window", 512, raising=False)
+    monkeypatch.setattr(model.config, "layer_types", ["full_attention", "sliding_attention"], raising=False)
+    check_model(model, 512)
+    with pytest.raises(ValueError, match="they see 512 of 2048 tokens"):
+        check_model(model, 2048)
 
 
 def test_a_walk_keeps_sampled_ids_and_masks_observations(model, chat, graph, question):
