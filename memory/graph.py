@@ -25,6 +25,8 @@ LINK_KINDS = ("segment", "adjacent", "anchor", "group", "similar", "similar_anch
 much like one of its own; `near_group`: lies in a neighbouring group; `search`: the next hits of the query, no link.
 """
 
+REMEMBERED_SEARCHES = 1_000
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -117,6 +119,7 @@ class MemoryGraph:
             raise ValueError(f"memory of {conversation.id!r}: its groups are no partition of its entries")
         self._ids = tuple(self.entries)
         self._links: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
+        self._searched: dict[str, list[str]] = {}
 
     def search(self, query: str, k: int, exclude: Collection[str] = (), where: Filter | None = None) -> list[Link]:
         """Return the best k entries for a query that are not in `exclude` and meet `where`, by fused rank.
@@ -127,10 +130,19 @@ class MemoryGraph:
         if k < 1:
             raise ValueError(f"k = {k}: a search returns at least one entry")
         vector = self.encoder.encode([query])[0]
-        allowed = None if where is None else [i for i, e in enumerate(self.entries.values()) if where.admits(e)]
-        hits = (self._ids[position] for position, _ in self._index.search(query, vector, allowed))
-        chosen = [entry for entry in hits if entry not in exclude][:k]
+        chosen = [entry for entry in self._hits(query, vector, where) if entry not in exclude][:k]
         return [Link(entry, "search", self.score(vector, entry)) for entry in chosen]
+
+    def _hits(self, query: str, vector: FloatArray, where: Filter | None) -> list[str]:
+        """Return the fused ranking; of whole searches the last are remembered, for a walk asks the same again."""
+        if where is not None:
+            allowed = [i for i, e in enumerate(self.entries.values()) if where.admits(e)]
+            return [self._ids[position] for position, _ in self._index.search(query, vector, allowed)]
+        if query not in self._searched:
+            if len(self._searched) >= REMEMBERED_SEARCHES:
+                self._searched.clear()
+            self._searched[query] = [self._ids[position] for position, _ in self._index.search(query, vector)]
+        return self._searched[query]
 
     def frontier(
         self,
@@ -197,8 +209,10 @@ class MemoryGraph:
         return reached
 
     def _nearest(self, entry_id: str) -> list[str]:
-        similarity = self.vectors @ self.vectors[self.order[entry_id]]
-        return [self._ids[place] for place in best(similarity, self.config.nearest + 1)]
+        vector, count = self.vectors[self.order[entry_id]], self.config.nearest + 1
+        flat = self.config.index == "Flat"  # exact, the first of equals first; else the index knows faster
+        places = best(self.vectors @ vector, count) if flat else self._index.near(vector, count)
+        return [self._ids[place] for place in places]
 
     def _alike(self, anchor: str) -> list[str]:
         """Return the other anchors whose cosine with this one reaches `anchor_similarity`."""

@@ -87,13 +87,18 @@ class HybridIndex:
         Where `allowed` is given, only these items are ranked, and each of them exactly.
         """
         if allowed is None:
-            near = self._dense.search(vector[None], self._depth)[1][0]
-            rankings = [near[near >= 0].tolist(), self._by_anchor(vector), self._by_words(text)[: self._depth]]
+            near = self.near(vector, self._depth)
+            rankings = [near, self._by_anchor(vector), self._by_words(text)[: self._depth]]
             return fuse_ranks(rankings, self._weights)
         inside = set(allowed)
         dense = [allowed[i] for i in best(self._vectors[list(allowed)] @ vector, len(allowed))]
         others = [[i for i in ranking if i in inside] for ranking in (self._by_anchor(vector), self._by_words(text))]
         return fuse_ranks([dense, *others], self._weights)
+
+    def near(self, vector: FloatArray, count: int) -> list[int]:
+        """Return the items whose vectors are nearest to this one (d,), by the dense index alone."""
+        found: list[int] = self._dense.search(vector[None], count)[1][0].tolist()
+        return [item for item in found if item >= 0]  # FAISS fills up with -1
 
     def _by_anchor(self, vector: FloatArray) -> list[int]:
         if not self._weights[1] or not self._anchors.ntotal:

@@ -28,8 +28,8 @@ def check_model(model: Any, max_tokens: int) -> None:
     expected = model(input_ids=ids).logits[0].float().log_softmax(-1)
     cache = DynamicCache(config=model.config)
     run_decoder(decoder, ids[:, :5], cache)
-    own = torch.ones(3, 3, dtype=torch.bool, device=model.device).tril()
-    mask = torch.cat([torch.ones_like(own)[:, :1].expand(3, 5).repeat(2, 1), torch.block_diag(own, own).bool()], dim=1)
+    slots = torch.arange(11, device=model.device)  # five of the prompt, three of each branch
+    mask = (slots <= slots[5:, None]) & ((slots < 5) | (slots < 8) == (slots[5:, None] < 8))
     positions = torch.arange(5, 8, device=model.device).repeat(2)[None]
     branches = head(run_decoder(decoder, ids[:, 5:].repeat(1, 2), cache, mask[None, None], positions))[0].float()
     error = (branches.log_softmax(-1) - expected[5:].repeat(2, 1)).abs().max().item()

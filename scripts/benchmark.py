@@ -13,14 +13,15 @@ The model is SmolLM2-135M with LoRA on its upper half, as configs/locomo_cpu.yam
 embedded synthetic ones. All numbers are medians; ratios above 1 mean that ours is faster.
 """
 
+import json
 import random
-import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,7 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from trl import GRPOTrainer
 
-from cuewalk.env import EnvConfig, Expand, Question, RetrievalEnv, Tasks, format_action
+from cuewalk.env import Expand, Question, RetrievalEnv, Tasks, format_action
 from cuewalk.env.environment import step_together
 from cuewalk.env.tasks import load_synthetic
 from cuewalk.memory import BuildConfig, Conversation, Entry, MemoryGraph, Message, Segment, SentenceEncoder, build_graph
@@ -42,13 +43,16 @@ from cuewalk.memory.encoder import FloatArray
 from cuewalk.memory.index import HybridIndex
 from cuewalk.memory.models import decoder_and_head, load_tokenizer, run_decoder
 from cuewalk.memory.records import say
-from cuewalk.rl.config import Config, parse_config
+from cuewalk.rl.config import parse_config
 from cuewalk.rl.grpo import WalkTrainer, prepare_arguments
 from cuewalk.rl.rollout import walk
+from cuewalk.rl.run import provenance
 from cuewalk.rl.sampler import TransformersSampler
 from cuewalk.rl.train import new_adapter
 from cuewalk.rl.transcript import Chat
 from cuewalk.scripts.results import race, table
+
+Row = dict[str, Any]
 
 GROUP = 8
 TURNS = 3
@@ -164,9 +168,9 @@ def _left(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, valid
 
 
-def sample() -> dict[str, Any]:
+def sample() -> list[Row]:
     """Sampling, with its growth by group size, turns and questions."""
-    rows = []
+    rows: list[Row] = []
     for questions, size, turns in ((1, 8, 3), (4, 8, 3), (1, 4, 3), (1, 16, 3), (1, 8, 1), (1, 8, 6)):
         groups = scripts(questions, size, turns)
         model, count = policy(), questions * size
@@ -177,7 +181,7 @@ def sample() -> dict[str, Any]:
                      "ours": count / ours, "baseline": count / usual, "floor": count / bare,
                      "vs_baseline": usual / ours, "vs_floor": bare / ours, "tokens": sampler.tokens,
                      "padding": sampler.padding / (sampler.tokens + sampler.padding)})  # fmt: skip
-    return {"rows": rows}
+    return rows
 
 
 def batch(groups: Sequence[Sequence[Script]]) -> dict[str, Any]:
@@ -199,19 +203,24 @@ def trainer() -> WalkTrainer:
     config = replace(CONFIG, grpo={"per_device_train_batch_size": GROUP})
     folder = Path(tempfile.mkdtemp())
     prompts = [[{"role": "user", "content": "?"}]] * GROUP
-    return WalkTrainer(model=policy(), args=prepare_arguments(config, folder, GROUP), reward_funcs=lambda **_: [0.0],
-                       train_dataset=Dataset.from_dict({"prompt": prompts}), processing_class=chat().tokenizer)  # fmt: skip
+    return WalkTrainer(
+        model=policy(),
+        args=prepare_arguments(config, folder, GROUP),
+        reward_funcs=lambda **_: [0.0],
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=chat().tokenizer,
+    )
 
 
 def train_ours(inputs: dict[str, Any]) -> None:
     """One loss and its gradient, our way."""
     trainer().model.zero_grad()
-    trainer()._compute_loss(trainer().model, inputs).backward()
+    trainer()._compute_loss(trainer().model, inputs).backward()  # type: ignore[no-untyped-call]
 
 
 def train_usually(inputs: dict[str, Any]) -> None:
     """One loss and its gradient, TRL's way, without gradient checkpointing (which would make it slower still)."""
-    owner = trainer()
+    owner: Any = trainer()
     owner.model.zero_grad()
     owner._get_per_token_logps_and_entropies = partial(GRPOTrainer._get_per_token_logps_and_entropies, owner)
     try:
@@ -232,20 +241,21 @@ def train_bare(groups: Sequence[Sequence[Script]]) -> None:
         head(hidden[-scored:]).float().log_softmax(-1)[:, 0].sum().backward()
 
 
-def train() -> dict[str, Any]:
+def train() -> list[Row]:
     """The loss of one group, all rows different and half of them alike, and peak memory."""
-    rows = []
+    rows: list[Row] = []
     for name, groups in (("8 different rows", scripts(1)), ("4 different rows, twice", _doubled(scripts(1)))):
         inputs = batch(groups)
         ours, usual, bare = race([partial(train_ours, inputs), partial(train_usually, inputs),
                                   partial(train_bare, groups)], ROUNDS)  # fmt: skip
         tokens = sum(len(s.prompt) + len(s.completion) for group in groups for s in group)
         rows.append({"benchmark": f"train, {name}", "unit": "groups/s", "ours": 1 / ours, "baseline": 1 / usual,
-                     "floor": 1 / bare, "vs_baseline": usual / ours, "vs_floor": bare / ours, "tokens": tokens})  # fmt: skip
-    peaks = {way.__name__: _apart(_peak, way.__name__) for way in (train_ours, train_usually)}
-    rows.append({"benchmark": "train, peak memory", "unit": "GB", "ours": peaks["train_ours"],
-                 "baseline": peaks["train_usually"], "vs_baseline": peaks["train_usually"] / peaks["train_ours"]})  # fmt: skip
-    return {"rows": rows}
+                     "floor": 1 / bare, "vs_baseline": usual / ours, "vs_floor": bare / ours,
+                     "tokens": tokens})  # fmt: skip
+    ours, usual = (_apart(_peak, way.__name__) for way in (train_ours, train_usually))
+    rows.append({"benchmark": "train, peak memory", "unit": "GB", "ours": ours, "baseline": usual,
+                 "vs_baseline": usual / ours})  # fmt: skip
+    return rows
 
 
 def _doubled(groups: list[list[Script]]) -> list[list[Script]]:
@@ -259,12 +269,13 @@ def _apart(task: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _peak(way: str) -> float:
-    """Return the peak memory of one loss, model included, in GB."""
+    """Return the peak memory of this process after one loss, model included, in GB (Linux tells it by process)."""
     globals()[way](batch(scripts(1)))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024**2
 
 
-def step() -> dict[str, Any]:
+def step() -> list[Row]:
     """A whole training step of one group: sampling, loss, gradient."""
     groups = scripts(1)
     inputs, model = batch(groups), trainer().model
@@ -282,13 +293,221 @@ def step() -> dict[str, Any]:
         train_bare(groups)
 
     seconds = race([ours, usual, bare], ROUNDS)
-    return {"rows": [{"benchmark": "step, 1 x 8, 3 turns", "unit": "groups/hour", "ours": 3600 / seconds[0],
-                      "baseline": 3600 / seconds[1], "floor": 3600 / seconds[2], "vs_baseline": seconds[1] / seconds[0],
-                      "vs_floor": seconds[2] / seconds[0]}]}  # fmt: skip
+    return [{"benchmark": "step, 1 x 8, 3 turns", "unit": "groups/hour", "ours": 3600 / seconds[0],
+             "baseline": 3600 / seconds[1], "floor": 3600 / seconds[2], "vs_baseline": seconds[1] / seconds[0],
+             "vs_floor": seconds[2] / seconds[0]}]  # fmt: skip
 
 
-if __name__ == "__main__":
-    import sys
-    for name in sys.argv[1:]:
-        for row in globals()[name]()["rows"]:
-            print({k: round(v,3) if isinstance(v,float) else v for k,v in row.items()}, flush=True)
+def large(count: int) -> tuple[MemoryGraph, list[Question]]:
+    """Make a memory of so many entries with random vectors: the encoder is real, and encodes the queries."""
+    encoder, draw = SentenceEncoder(), np.random.default_rng(0)
+    words = np.array([f"word{i}" for i in range(2000)])
+    said = [" ".join(row) for row in words[draw.integers(len(words), size=(count, 12))]]
+    start = datetime(2024, 1, 1)
+    messages = tuple(Message(f"m{i}", "AB"[i % 2], start + timedelta(minutes=i), text) for i, text in enumerate(said))
+    segments = [Segment(f"s{p}", p, tuple(m.id for m in messages[6 * p : 6 * p + 6])) for p in range(-(-count // 6))]
+    entries = [Entry(f"e{i}", m.text, (say(m),), (f"s{i // 6}",)) for i, m in enumerate(messages)]
+    conversation, config = Conversation("large", messages), BuildConfig(groups=None)
+    graph = MemoryGraph(conversation, segments, entries, _unit(draw, count), encoder, config, {}, "")
+    asked = words[draw.integers(len(words), size=(5 * 64, 5))]
+    return graph, [Question(f"q{i}", "large", " ".join(row)) for i, row in enumerate(asked)]
+
+
+def _unit(draw: np.random.Generator, count: int) -> FloatArray:
+    vectors = draw.standard_normal((count, 384), dtype=np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors
+
+
+def env() -> list[Row]:
+    """Steps a second by memory size and batch: a refinement, then three expansions; and its share of a rollout."""
+    rows: list[Row] = []
+    for entries in (600, 100_000):
+        graph, questions = large(entries)
+        graph.search("", 1)  # builds the index
+        for together in (1, 64):
+            seconds = []
+            for turn in range(5):
+                envs = [RetrievalEnv(graph, q) for q in questions[turn * 64 : turn * 64 + together]]
+                started, steps = time.perf_counter(), 0
+                for walker in envs:
+                    walker.reset(seed=0)
+                live = envs
+                while live:
+                    done = step_together(live, [_refine_then_expand(walker) for walker in live])
+                    steps += len(live)
+                    live = [walker for walker, answer in zip(live, done, strict=True) if not answer[2]]
+                seconds.append((time.perf_counter() - started) / steps)
+            rows.append({"benchmark": f"env, {entries} entries, {together} at once, resets included",
+                         "unit": "steps/s", "ours": 1 / statistics.median(seconds)})  # fmt: skip
+    shares = [_share(question) for question in memories()[0].questions[:3]]
+    rows.append({"benchmark": "env, share of a rollout of 8", "unit": "share", "ours": statistics.median(shares)})
+    return rows
+
+
+def _share(question: Question) -> float:
+    """Return the share of a rollout's time that its environment takes: the same actions again without a model."""
+    graph = memories()[1][question.conversation_id]
+    loaded = _as_loaded(graph)
+    walkers = [RetrievalEnv(loaded, question, CONFIG.env) for _ in range(GROUP)]
+    sampler = TransformersSampler(policy(), chat().end, 12, 1.0, torch.Generator().manual_seed(0))
+    started = time.perf_counter()
+    walk([walkers], sampler, chat(), max_tokens=2048, seeds=[0], grammar_tokens=12)
+    whole = time.perf_counter() - started
+    loaded = _as_loaded(graph)
+    again = [RetrievalEnv(loaded, question, CONFIG.env) for _ in range(GROUP)]
+    started = time.perf_counter()
+    for walker in again:
+        walker.reset(seed=0, options={"shuffle_labels": True})
+    for turn in range(max(len(walker.steps) for walker in walkers)):
+        live = [place for place, walker in enumerate(walkers) if turn < len(walker.steps)]
+        step_together([again[place] for place in live], [walkers[place].steps[turn].text for place in live])
+    return (time.perf_counter() - started) / whole
+
+
+def _as_loaded(graph: MemoryGraph) -> MemoryGraph:
+    """Return the memory as it is after loading: nothing encoded or searched, no link followed; its index is built."""
+    entries = list(graph.entries.values())
+    parts = (graph.conversation, graph.segments, entries, graph.vectors, SentenceEncoder(), graph.config, graph.groups)
+    fresh = MemoryGraph(*parts, graph.digest)
+    fresh.search("", 1)
+    return fresh
+
+
+def _refine_then_expand(walker: RetrievalEnv) -> str:
+    if not walker.steps:
+        return f"REFINE more of {walker.question.text}"
+    return f"EXPAND {walker.state.frontier[0][0]}" if len(walker.steps) < 4 else "STOP"
+
+
+def search() -> list[Row]:
+    """Dense search beside bare FAISS at equal results, and the frontier of five entries."""
+    draw, rows = np.random.default_rng(0), list[Row]()
+    for count in (10_000, 100_000, 1_000_000):
+        vectors = _unit(draw, count)
+        queries = vectors[:20] + 0.05 * draw.standard_normal((20, 384), dtype=np.float32)
+        index = HybridIndex(vectors, ["x"] * count, np.zeros((0, 1), np.float32), [], (1.0, 0.0, 0.0))
+        flat = faiss.IndexFlatIP(384)
+        flat.add(vectors)
+        found = [[i for i, _ in index.search("", query)] for query in queries]
+        bare = [flat.search(query[None], 200)[1][0].tolist() for query in queries]
+        seconds = race([partial(_search_each, index, queries), partial(_search_bare, flat, queries)], 5)
+        rows.append({"benchmark": f"dense search, {count} vectors", "unit": "queries/s", "ours": 20 / seconds[0],
+                     "floor": 20 / seconds[1], "vs_floor": seconds[1] / seconds[0],
+                     "same": float(found == bare)})  # fmt: skip
+        del index, flat, vectors
+    for entries in (600, 100_000):
+        graph, questions = large(entries)
+        cold, warm = list[float](), list[float]()
+        for question in questions[:20]:
+            working = [hit.entry for hit in graph.search(question.text, 5)]
+            for kept in (cold, warm):
+                started = time.perf_counter()
+                graph.frontier(question.text, working, set(working), CONFIG.env.links, 24)
+                kept.append(time.perf_counter() - started)
+        for name, kept in (("links not yet followed", cold), ("links known", warm)):
+            rows.append({"benchmark": f"frontier, {entries} entries, {name}", "unit": "ms",
+                         "ours": 1000 * statistics.median(kept)})  # fmt: skip
+    return rows
+
+
+def _search_each(index: HybridIndex, queries: FloatArray) -> None:
+    for query in queries:
+        index.search("", query)
+
+
+def _search_bare(flat: Any, queries: FloatArray) -> None:
+    for query in queries:
+        flat.search(query[None], 200)
+
+
+def build() -> list[Row]:
+    """One memory built, beside bare encoding of its abstractions."""
+    told = next(iter(load_synthetic("val", 1).conversations.values()))
+    encoder = SentenceEncoder()
+    texts = [entry.abstraction for entry in build_graph(told, encoder).entries.values()]
+    texts *= 1 + 64 // len(texts)  # more than a few, so that none is remembered
+    ours, bare = race([lambda: build_graph(told, SentenceEncoder()), lambda: SentenceEncoder().encode(texts)], 3)
+    count = len(told.messages)
+    return [{"benchmark": f"build, {count} messages", "unit": "messages/s", "ours": count / ours, "floor": count / bare,
+             "vs_floor": bare / ours}]  # fmt: skip
+
+
+def serve() -> list[Row]:
+    """One question at a time, greedy: seconds by part, the model's token by token."""
+    tasks, graphs = memories()
+    parts: dict[str, list[float]] = {"first search and frontier": [], "prompt": [], "an action": [], "whole": []}
+    for question in tasks.questions[:8]:
+        walker = RetrievalEnv(graphs[question.conversation_id], question, CONFIG.env)
+        started = time.perf_counter()
+        prompt = chat().first(walker.reset()[0])
+        parts["first search and frontier"].append(time.perf_counter() - started)
+        sampler = TransformersSampler(policy(), chat().end, 12, temperature=0)
+        sampler.begin([prompt], 1)
+        parts["prompt"].append(time.perf_counter() - started - parts["first search and frontier"][-1])
+        before = time.perf_counter()
+        sampler.act([lambda ids: [chat().end] if len(ids) == 5 else None])
+        parts["an action"].append(time.perf_counter() - before)
+        walker = RetrievalEnv(graphs[question.conversation_id], question, CONFIG.env)
+        started = time.perf_counter()
+        walk([[walker]], TransformersSampler(policy(), chat().end, 12, temperature=0), chat(), max_tokens=2048)
+        parts["whole"].append(time.perf_counter() - started)
+    return [{"benchmark": f"serve, {name}", "unit": "s", "ours": statistics.median(kept)}
+            for name, kept in parts.items()]  # fmt: skip
+
+
+def workers() -> list[Row]:
+    """Trajectories of two processes of one thread beside one such process."""
+    rates = []
+    for count in (1, 2):
+        with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+            started = [pool.submit(_sample_alone, 3) for _ in range(count)]
+            rates.append(sum(done.result() for done in started))
+    return [{"benchmark": "sample, two processes of one thread", "unit": "trajectories/s", "ours": rates[1],
+             "baseline": rates[0], "vs_baseline": rates[1] / rates[0]}]  # fmt: skip
+
+
+def _sample_alone(times: int) -> float:
+    """Sample one group on one thread, again and again; return trajectories a second."""
+    torch.set_num_threads(1)
+    groups, model = scripts(1), policy()
+    sample_ours(model, groups)
+    seconds = race([partial(sample_ours, model, groups)], times)
+    return GROUP / seconds[0]
+
+
+PARTS: dict[str, Callable[[], list[Row]]] = {
+    part.__name__: part for part in (sample, train, step, env, search, build, serve, workers)
+}
+
+
+def benchmark(parts: Sequence[str], out: Path) -> None:
+    """Measure these parts and write `out.json` and `out.md` after each; the other parts' rows stay as they were."""
+    path = out.with_suffix(".json")
+    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+    made = provenance()
+    result |= {"name": out.name, **made, "seeds": [0], "threads": torch.get_num_threads(),
+               "data": {"dataset": "synthetic", "split": "val", "n": 2}}  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        rows = [{"part": part, **row, "commit": made["commit"]} for row in PARTS[part]()]
+        result["rows"] = [row for row in result["rows"] if row["part"] != part] + rows
+        result["rows"].sort(key=lambda row: list(PARTS).index(row["part"]))
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
+        print(table(rows, COLUMNS), f"\n{part}: written to {path}", flush=True)
+
+
+COLUMNS = ("benchmark", "unit", "ours", "baseline", "floor", "vs_baseline", "vs_floor", "padding")
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return the result as a table."""
+    return "\n\n".join([
+        "# Speed",
+        f"Made by `cuewalk benchmark` on {result['threads']} threads (the JSON has each row's commit). Medians, all "
+        "sides in turns in one run; ratios above 1 mean that ours is faster. `baseline` is the usual way: each turn "
+        "generated from the whole history again, TRL's own loss on the same rows. `floor` is bare forward passes over "
+        "the tokens that must be computed, bare FAISS, or bare encoding.",
+        table(result["rows"], COLUMNS),
+    ]) + "\n"  # fmt: skip

@@ -1,4 +1,4 @@
-"""The command `cuewalk`: build, inspect, train, evaluate, export, play, calibrate."""
+"""The command `cuewalk`: build, inspect, train, evaluate, export, play, calibrate, benchmark."""
 
 import argparse
 import sys
@@ -31,6 +31,7 @@ DESCRIPTION = """Train a small language model to walk an agent's memory: expand,
   cuewalk inspect  checkpoints/memory/NAME        what is in one; --query draws the graph around a question
   cuewalk play     --config configs/demo.yaml     walk a memory yourself, and see what a judge says
   cuewalk calibrate answer_f1 --config configs/demo.yaml     how often a judge accepts right and wrong answers
+  cuewalk benchmark sample train                             speed, beside the usual way and beside the floor
 
 Any setting can be overridden after the command: env.budget=4 grpo.max_steps=50 run_dir=checkpoints/mine
 """
@@ -77,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     for command in (build, train, evaluate, play, asked):
         command.add_argument("--config", required=True, help="a YAML file, such as configs/demo.yaml")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to override")
+    timed = add(_benchmark, "measure speed beside the usual way and the floor, into docs/results/speed.{json,md}")
+    timed.add_argument("parts", nargs="*", metavar="PART", help="sample train step env search build serve workers")
+    timed.add_argument("--out", default="docs/results/speed", help="folder and name of the files")
     inspect = add(_inspect, "say what is in a memory, and draw it around a query")
     inspect.add_argument("directory", help="a folder with a memory.sqlite")
     inspect.add_argument("--query", help="draw the graph around what this finds")
@@ -145,6 +149,14 @@ def _calibrate(options: argparse.Namespace) -> None:
     for rate in calibrate(accepts, tasks, options.per_kind, config.seed):
         share = f"{rate.accepted / rate.n:.2f} ({rate.interval[0]:.2f} to {rate.interval[1]:.2f})" if rate.n else "none"
         print(f"{'right' if rate.kind in RIGHT else 'wrong'}  {rate.kind:14} accepted {share} of {rate.n}")
+
+
+def _benchmark(options: argparse.Namespace) -> None:
+    from cuewalk.scripts.benchmark import PARTS, benchmark
+
+    if unknown := set(options.parts) - set(PARTS):
+        raise ConfigError(f"unknown parts {sorted(unknown)}; choose from {', '.join(PARTS)}")
+    benchmark(options.parts or list(PARTS), Path(options.out))
 
 
 def _train(options: argparse.Namespace) -> None:

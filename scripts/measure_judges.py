@@ -1,13 +1,12 @@
-"""Score cheats, an honest walker and the oracle under every preset; calibrate answer judges; time the environment.
+"""Score cheats, an honest walker and the oracle under every preset; calibrate answer judges; count what was attacked.
 
-    python scripts/measure_judges.py [--out docs/results/judges] [--only cheats,calibration,agreement,speed,fuzz]
+    python scripts/measure_judges.py [--out docs/results/judges] [--only cheats,calibration,agreement,fuzz]
 
 Synthetic test conversations, and LoCoMo's validation conversation where CUEWALK_DATA names its folder. Questions are
 told apart by what the first search left: `solved`, `reachable` (a candidate holds missing gold), `unreachable`.
 """
 
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -20,14 +19,12 @@ import numpy as np
 from tqdm import tqdm
 
 from cuewalk.env import EnvConfig, Gold, Question, RetrievalEnv, Tasks, format_action, load_locomo
-from cuewalk.env.environment import step_together
 from cuewalk.env.tasks import CATEGORIES, load_synthetic, select
 from cuewalk.judges import PRESETS, JudgeConfig, TrajectoryJudge, answer_words, covered, evidence_recall
 from cuewalk.judges.calibrate import by_likelihood, by_score, calibrate
-from cuewalk.memory import BuildConfig, Conversation, Entry, MemoryGraph, Message, Segment, SentenceEncoder, build_graph
+from cuewalk.memory import Entry, MemoryGraph, SentenceEncoder, build_graph
 from cuewalk.memory.models import load_tokenizer
 from cuewalk.memory.reader import LocalReader
-from cuewalk.memory.records import say
 from cuewalk.rl.baselines import Ranker
 from cuewalk.rl.oracle import searching_oracle
 from cuewalk.scripts.results import measure, table
@@ -52,11 +49,6 @@ def one_by_one(env: RetrievalEnv) -> str:
     """Take the first line, one a step, as long as there is budget; unlike `expand all` it sees what each links to."""
     frontier = env.state.frontier
     return f"EXPAND {frontier[0][0]}" if frontier else f"REFINE {env.question.text} {len(env.steps)}"
-
-
-def refine_then_expand(env: RetrievalEnv) -> str:
-    """Refine once, then take the first three lines: what the environment's speed is measured with."""
-    return first_letters(3)(env) if env.steps else f"REFINE more of {env.question.text}"
 
 
 def near_duplicates(env: RetrievalEnv) -> str:
@@ -222,51 +214,6 @@ def agreement() -> list[dict[str, Any]]:
     return rows
 
 
-def speed() -> list[dict[str, Any]]:
-    """Environment steps a second, one and 64 trajectories at a time, over 600 and 100,000 entries."""
-    rows = []
-    for entries in (600, 100_000):
-        graph, questions = _large(entries)
-        for together in (1, 64):
-            seconds = []
-            for turn in range(5):
-                envs = [RetrievalEnv(graph, q) for q in questions[turn * 64 : turn * 64 + together]]
-                for env in envs:
-                    env.reset(seed=0)
-                started, steps = time.perf_counter(), 0
-                live = envs
-                while live:
-                    said = [refine_then_expand(env) for env in live]
-                    done = step_together(live, said)
-                    steps += len(live)
-                    live = [env for env, (_, _, ended, _, _) in zip(live, done, strict=True) if not ended]
-                seconds.append((time.perf_counter() - started) / steps)
-            rows.append({"entries": entries, "trajectories": together, "steps_per_s": 1 / statistics.median(seconds)})
-    return rows
-
-
-def _large(count: int) -> tuple[MemoryGraph, list[Question]]:
-    """Make a memory of so many entries with random vectors: the encoder is real, and encodes the queries."""
-    from datetime import datetime, timedelta
-
-    encoder, draw = SentenceEncoder(), np.random.default_rng(0)
-    words = [f"word{i}" for i in range(2000)]
-    start = datetime(2024, 1, 1)
-    messages = tuple(
-        Message(f"m{i}", "AB"[i % 2], start + timedelta(minutes=i), " ".join(draw.choice(words, 12)))
-        for i in range(count)
-    )
-    segments = [
-        Segment(f"s{i}", i, tuple(f"m{j}" for j in range(6 * i, min(count, 6 * i + 6)))) for i in range(-(-count // 6))
-    ]
-    entries = [Entry(f"e{i}", m.text, (say(m),), (f"s{i // 6}",)) for i, m in enumerate(messages)]
-    vectors = draw.standard_normal((count, 384), dtype=np.float32)
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    config = BuildConfig(groups=None)
-    graph = MemoryGraph(Conversation("large", messages), segments, entries, vectors, encoder, config, {}, "")
-    return graph, [Question(f"q{i}", "large", " ".join(draw.choice(words, 5))) for i in range(320)]
-
-
 def fuzz() -> dict[str, Any]:
     """Run the attack tests on 100,000 hypothesis cases."""
     cases = 100_000
@@ -316,9 +263,6 @@ def markdown(result: dict[str, Any]) -> str:
                   "Eight entries of plain search; `agree`: both at least half, or both below.",
                   table(result["agreement"], ("data", "category", "n", "evidence", "answer_words", "agree",
                                                "correlation"))]  # fmt: skip
-    if "speed" in result:
-        parts += ["## The environment alone", "A refinement, then three expansions; medians of five.",
-                  table(result["speed"], ("entries", "trajectories", "steps_per_s"))]  # fmt: skip
     if "fuzz" in result:
         done = result["fuzz"]
         parts += ["## Attacks", f"{done['cases']} generated cases of hostile text: "
@@ -327,5 +271,5 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    functions = (cheats, calibration, agreement, speed, fuzz)
+    functions = (cheats, calibration, agreement, fuzz)
     measure(__doc__, "judges", {function.__name__: function for function in functions}, dict, markdown)

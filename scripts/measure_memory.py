@@ -1,19 +1,18 @@
 """Measure the memory on LoCoMo and write docs/results/memory.{json,md}.
 
-    CUEWALK_DATA=path/to/data python scripts/measure_memory.py [--out docs/results/memory] [--only links,speed]
+    CUEWALK_DATA=path/to/data python scripts/measure_memory.py [--out docs/results/memory] [--only links,context]
 
 Choices are made on the conversations 26, 30, 41, 43, 47 (`dev`); 42, 44, 48, 49, 50 (`test`) are reported apart.
-Sections: sizes, links, context, evidence, ablations, speed. Sections not in --only are kept from the file as it is.
+Sections: sizes, links, context, evidence, ablations. Sections not in --only are kept from the file as it is.
 """
 
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
-import faiss
 import numpy as np
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 from tqdm import tqdm
@@ -24,17 +23,15 @@ from cuewalk.env.tasks import join_tasks, select
 from cuewalk.judges import covered, evidence_recall
 from cuewalk.memory import LINK_KINDS, BuildConfig, MemoryGraph, SentenceEncoder, build_graph
 from cuewalk.memory.context import FORMS, context_sources, render_context
-from cuewalk.memory.encoder import FloatArray
 from cuewalk.memory.groups import GroupConfig, Groups, objective
 from cuewalk.memory.hierarchy import expand_while_surer, select_backbone
-from cuewalk.memory.index import HybridIndex
 from cuewalk.memory.inspection import describe
 from cuewalk.memory.models import load_tokenizer
 from cuewalk.memory.reader import LocalReader
 from cuewalk.rl.baselines import run_scripted
 from cuewalk.rl.oracle import oracle_action
 from cuewalk.rl.statistics import compare
-from cuewalk.scripts.results import measure, race, table
+from cuewalk.scripts.results import measure, table
 
 CAP = 24
 DEFAULT = EnvConfig().links
@@ -347,41 +344,6 @@ def _backbone(graph: MemoryGraph, question: Question, k: int) -> list[str]:
     return found + [h.entry for h in graph.search(question.text, max(1, k - len(found)), found)][: k - len(found)]
 
 
-def speed() -> list[dict[str, Any]]:
-    """Building beside bare encoding of the same texts, and dense search beside bare FAISS, in one run."""
-    conversation = load("dev").conversations["conv-26"]
-    encoder = SentenceEncoder()
-    graph = build_graph(conversation, encoder)
-    texts = [entry.abstraction for entry in graph.entries.values()]
-    ours, bare = race([lambda: build_graph(conversation, encoder), lambda: encoder.encode(texts)], 3)
-    rows = [{"benchmark": "build, conv-26", "ours": len(conversation.messages) / ours, "unit": "messages/s",
-             "floor": len(conversation.messages) / bare, "vs_floor": bare / ours}]  # fmt: skip
-    random = np.random.default_rng(0)
-    for count in (10_000, 100_000, 1_000_000):
-        vectors = random.standard_normal((count, 384), dtype=np.float32)
-        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-        queries = vectors[:20] + 0.05 * random.standard_normal((20, 384), dtype=np.float32)
-        index = HybridIndex(vectors, ["x"] * count, np.zeros((0, 1), np.float32), [], (1.0, 0.0, 0.0))
-        flat = faiss.IndexFlatIP(384)
-        flat.add(vectors)
-        same = [
-            [i for i, _ in index.search("", q)][:20] == flat.search(q[None], 200)[1][0].tolist()[:20] for q in queries
-        ]
-        ours, bare = race([partial(_search_each, index, queries), partial(_search_bare, flat, queries)], 5)
-        rows.append({"benchmark": f"dense search, {count} vectors", "ours": 1000 * ours / 20, "unit": "ms/query",
-                     "floor": 1000 * bare / 20, "vs_floor": bare / ours, "same_results": mean(same)})  # fmt: skip
-        del index, flat, vectors
-    return rows
-
-
-def _search_each(index: HybridIndex, queries: FloatArray) -> list[Any]:
-    return [index.search("", query) for query in queries]
-
-
-def _search_bare(flat: Any, queries: FloatArray) -> list[Any]:
-    return [flat.search(query[None], 200) for query in queries]
-
-
 def markdown(result: dict[str, Any]) -> str:
     """Return the result as tables."""
     parts = [
@@ -433,11 +395,6 @@ def markdown(result: dict[str, Any]) -> str:
                   table(result["ablations"], ("ablation", "split", "entries", "recall_at_5", "recall_at_8",
                                                "tokens_at_8", "oracle_recall", "group_links", "stage_I_at_8", "groups",
                                                "group_size_mean", "reassigned", "objective"))]  # fmt: skip
-    if "speed" in result:
-        parts += ["## Speed", "Medians, both sides in turns in one run; `floor` is bare encoding of the same "
-                  "abstractions, and bare FAISS.",
-                  table(result["speed"], ("benchmark", "ours", "floor", "unit", "vs_floor",
-                                           "same_results"))]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
 
@@ -450,5 +407,5 @@ def head() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    functions = (sizes, links, context, evidence, ablations, speed)
+    functions = (sizes, links, context, evidence, ablations)
     measure(__doc__, "memory", {function.__name__: function for function in functions}, head, markdown)

@@ -121,7 +121,11 @@ def test_no_gradient_reaches_the_layers_below_the_adapters(tiny_model):
     adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj", "down_proj"], layers_to_transform=[1]))
     reached = {}
     for number, layer in enumerate(base.get_decoder().layers):
-        layer.register_forward_hook(lambda *call, number=number: reached.setdefault(number, call[2].requires_grad))
+
+        def keep(layer, given, out, number=number):
+            reached[number] = out.requires_grad
+
+        layer.register_forward_hook(keep)
     rows = [torch.tensor([5, 6, 7]), torch.tensor([8, 2]), torch.tensor([True, True])]
     score_actions(adapted, *([row] for row in rows))[0][0].sum().backward()
     assert reached == {0: False, 1: True}
