@@ -29,7 +29,7 @@ def check_model(model: Any, max_tokens: int) -> None:
     cache = DynamicCache(config=model.config)
     run_decoder(decoder, ids[:, :5], cache)
     slots = torch.arange(11, device=model.device)  # five of the prompt, three of each branch
-    mask = (slots <= slots[5:, None]) & ((slots < 5) | (slots < 8) == (slots[5:, None] < 8))
+    mask = (slots <= slots[5:, None]) & ((slots < 5) | ((slots < 8) == (slots[5:, None] < 8)))
     positions = torch.arange(5, 8, device=model.device).repeat(2)[None]
     branches = head(run_decoder(decoder, ids[:, 5:].repeat(1, 2), cache, mask[None, None], positions))[0].float()
     error = (branches.log_softmax(-1) - expected[5:].repeat(2, 1)).abs().max().item()
