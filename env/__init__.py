@@ -8,13 +8,13 @@ import gymnasium as _gymnasium
 from cuewalk.env.actions import LABELS, Bad, Expand, Refine, Stop, format_action, parse_action
 from cuewalk.env.environment import RetrievalEnv, Step, Trajectory
 from cuewalk.env.records import Gold, Question, Tasks
-from cuewalk.env.state import Change, Ending, EnvConfig, State
+from cuewalk.env.state import Change, Ending, EnvConfig, Rank, State
 from cuewalk.env.tasks import DataError, load_json, load_locomo
 
 _gymnasium.register("cuewalk/MemoryRetrieval-v0", entry_point="cuewalk.env.environment:RetrievalEnv")
 
 __all__ = [
-    "LABELS", "Bad", "Change", "DataError", "Ending", "EnvConfig", "Expand", "Gold", "Question", "Refine",
-    "RetrievalEnv", "State", "Step", "Stop", "Tasks", "Trajectory", "format_action", "load_json", "load_locomo",
-    "parse_action",
+    "LABELS", "Bad", "Change", "DataError", "Ending", "EnvConfig", "Expand", "Gold", "Question", "Rank",
+    "Refine", "RetrievalEnv", "State", "Step", "Stop", "Tasks", "Trajectory", "format_action", "load_json",
+    "load_locomo", "parse_action",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 from cuewalk.env.actions import LABELS, MAX_EXPAND, Refine, parse_action
 from cuewalk.env.records import Question
 from cuewalk.env.render import first_observation, next_observation
-from cuewalk.env.state import Change, Ending, EnvConfig, State, apply, first_state
+from cuewalk.env.state import Change, Ending, EnvConfig, Rank, State, apply, first_state
 from cuewalk.memory import Encoder, MemoryGraph
 
 
@@ -98,6 +98,7 @@ class RetrievalEnv(gymnasium.Env[str, str]):
         question: Question,
         config: EnvConfig | None = None,
         score: Callable[[Trajectory], float] | None = None,
+        rank: Rank | None = None,
     ) -> None:
         if question.conversation_id != graph.conversation.id:
             raise ValueError(
@@ -108,6 +109,9 @@ class RetrievalEnv(gymnasium.Env[str, str]):
         self.question = question
         self.config = config or EnvConfig()
         self.score = score
+        self.rank = rank
+        if (self.config.order == "ranker") != (rank is not None):
+            raise ValueError(f"env.order = {self.config.order!r}: pass rank= where it is 'ranker', and only there")
         self.observation_space = TextSpace()
         self.action_space = TextSpace()
         self._state: State | None = None
@@ -136,7 +140,7 @@ class RetrievalEnv(gymnasium.Env[str, str]):
         shuffle = bool((options or {}).get("shuffle_labels"))
         letters = LABELS[: self.config.most_labels]  # a policy never meets others
         self.labels = "".join(self.np_random.permutation(list(letters))) if shuffle else letters
-        state = first_state(self.graph, self.question.text, self.config, self.labels)
+        state = first_state(self.graph, self.question.text, self.config, self.labels, self.rank)
         self._state, self.first, self.steps = state, state.working, list[Step]()
         observation = first_observation(self.graph, self.question.text, state, self.config)
         return observation, self._info(None)
@@ -151,7 +155,7 @@ class RetrievalEnv(gymnasium.Env[str, str]):
         if self.state.ending is not None:
             raise RuntimeError(f"the trajectory has ended ({self.state.ending}); call reset() before step()")
         parsed = parse_action(action)
-        self._state, change = apply(self.state, parsed, self.graph, self.config, self.labels)
+        self._state, change = apply(self.state, parsed, self.graph, self.config, self.labels, self.rank)
         kind = type(parsed).__name__.lower() if change.bad is None else "bad"
         self.steps.append(Step(action, kind, change, self.state.budget))
         ended = self.state.ending is not None

@@ -1,15 +1,24 @@
 """The decision process: state (q, W, F, b), and one pure transition (Memora, Algorithm 1, made explicit)."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import pydantic.dataclasses
 from pydantic import NonNegativeInt, PositiveInt
 
 from cuewalk.env.actions import LABELS, Action, Bad, Expand, Refine, Stop
 from cuewalk.memory import LINK_KINDS, Link, MemoryGraph
 from cuewalk.memory.hierarchy import select_backbone
+
+Rank = Callable[[MemoryGraph, str, Sequence[str], Sequence[Link]], npt.NDArray[np.float64]]
+"""Graph, query, W and candidates -> each candidate's chance of being worth its price, in [0, 1]."""
+
+POOL = 4
+"""A rank chooses from so many times the candidates that are shown."""
 
 
 class Ending(StrEnum):
@@ -30,15 +39,16 @@ class EnvConfig:
     budget: NonNegativeInt = 6  #: B, what a trajectory may spend.
     frontier_cap: NonNegativeInt = 24  #: Candidates shown at the start, |F_0|.
     new_lines: NonNegativeInt = 4  #: Candidates added by one later step at most.
+    #: What comes first among candidates: `search` (rankings fused) or `ranker` (learnt from the training questions).
+    order: Literal["search", "ranker"] = "search"
     #: Link kinds that make candidates; `search` alone is the control `next_hits`. The default is what reached most on
     #: validation conversations (docs/results/memory.md).
     links: tuple[str, ...] = ("segment", "adjacent", "anchor", "similar", "search")
     expand_cost: PositiveInt = 1  #: Of one entry.
     refine_cost: PositiveInt = 1  #: Of one new query.
     bad_cost: PositiveInt = 1  #: Of a bad action.
-    value_words: PositiveInt = (
-        20  #: An entry's value is cut for the policy after so many words (a reader gets all of it).
-    )
+    #: An entry's value is cut for the policy after so many words (a reader gets all of it).
+    value_words: PositiveInt = 20
     abstraction_words: PositiveInt = 8  #: A candidate's abstraction is cut after so many words.
 
     def __post_init__(self) -> None:
@@ -82,20 +92,23 @@ class Change:
     bad: str | None = None  #: Why the action was bad, one of `BAD_REASONS`, else None.
 
 
-def first_state(graph: MemoryGraph, question: str, config: EnvConfig, labels: str = LABELS) -> State:
+def first_state(
+    graph: MemoryGraph, question: str, config: EnvConfig, labels: str = LABELS, rank: Rank | None = None
+) -> State:
     """Run the free first search: W_0 is its best k, F_0 what they link to and the next hits."""
     found = select_backbone(graph, question, config.k) if config.first == "groups" else []
     working = tuple(link.entry for link in found)
     if len(working) < config.k:
         working += tuple(hit.entry for hit in graph.search(question, config.k - len(working), working))
-    found = graph.frontier(question, working, set(working), config.links, config.frontier_cap)
+    pool = graph.frontier(question, working, set(working), config.links, config.frontier_cap * (POOL if rank else 1))
+    found = _chosen(pool, graph, question, working, config.frontier_cap, rank)
     frontier = tuple(zip(labels, found, strict=False))
     ending = Ending.BUDGET if config.budget == 0 else None
     return State(question, working, frontier, config.budget, (question,), shown=len(frontier), ending=ending)
 
 
 def apply(
-    state: State, action: Action, graph: MemoryGraph, config: EnvConfig, labels: str = LABELS
+    state: State, action: Action, graph: MemoryGraph, config: EnvConfig, labels: str = LABELS, rank: Rank | None = None
 ) -> tuple[State, Change]:
     """Return the next state and what changed. Pure.
 
@@ -117,20 +130,34 @@ def apply(
     if cost > state.budget:
         return replace(state, ending=Ending.BUDGET, bad_streak=0), Change()
     added: tuple[str, ...] = ()
+    wide = config.new_lines * (POOL if rank else 1)
     if isinstance(action, Refine):
         state = replace(state, query=action.query, queries=(*state.queries, action.query))
-        found = graph.search(action.query, config.new_lines, _known(state)) if config.new_lines else []
+        pool = graph.search(action.query, wide, _known(state)) if wide else []
     else:
         candidates, taken = dict(state.frontier), state.taken | set(action.labels)
         added = tuple(candidates[label].entry for label in action.labels)
         kept = tuple((label, link) for label, link in state.frontier if label not in taken)
         state = replace(state, working=state.working + added, frontier=kept, taken=taken)
-        found = graph.frontier(state.query, added, _known(state), config.links, config.new_lines)
+        pool = graph.frontier(state.query, added, _known(state), config.links, wide)
+    found = _chosen(pool, graph, state.query, state.working, config.new_lines, rank)
     lines = tuple(zip(labels[state.shown :], found, strict=False))
     frontier, shown, budget = state.frontier + lines, state.shown + len(lines), state.budget - cost
     ending = Ending.BUDGET if budget == 0 else None
     state = replace(state, frontier=frontier, shown=shown, budget=budget, bad_streak=0, ending=ending)
     return state, Change(added, lines, cost)
+
+
+def _chosen(
+    pool: list[Link], graph: MemoryGraph, query: str, working: Sequence[str], cap: int, rank: Rank | None
+) -> list[Link]:
+    """Return the candidates that are shown; a rank chooses a part of the pool, and what it says is their score."""
+    if rank is None:
+        return pool
+    chances = rank(graph, query, working, pool)
+    best = np.argsort(-chances, kind="stable")[:cap]
+    # A chance is small for most; its square root spreads the digits that are shown.
+    return [replace(pool[place], score=float(chances[place]) ** 0.5) for place in best]
 
 
 def _fault(action: Expand | Refine, state: State) -> str | None:

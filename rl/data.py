@@ -3,15 +3,35 @@
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
-from cuewalk.env import Tasks, load_json, load_locomo
+from cuewalk.env import EnvConfig, Question, Rank, RetrievalEnv, Tasks, load_json, load_locomo
 from cuewalk.env.tasks import PARTS, DataError, load_synthetic
 from cuewalk.memory import Conversation, Encoder, MemoryGraph, build_graph, load_graph, save_graph
 from cuewalk.memory.build import build_digest, load_extractor
 from cuewalk.rl.config import Config, ConfigError, DataConfig
+from cuewalk.rl.ranker import Ranker
+
+
+@dataclass(frozen=True)
+class Memories:
+    """What a run's environments are made of: graphs by conversation, rules, and the rank if the rules want one."""
+
+    graphs: Mapping[str, MemoryGraph]
+    rules: EnvConfig
+    rank: Rank | None = None
+
+    def env(self, question: Question, rules: EnvConfig | None = None) -> RetrievalEnv:
+        """Return the environment of one question, under other rules where they are given."""
+        return RetrievalEnv(self.graphs[question.conversation_id], question, rules or self.rules, rank=self.rank)
+
+
+def rank_of(config: Config, run: Path) -> Rank | None:
+    """Return what orders the candidates: a run's ranker, or None where the rules leave them in search order."""
+    return Ranker.load(run / "ranker.json") if config.env.order == "ranker" else None
 
 
 def load_part(config: DataConfig, part: str) -> Tasks:

@@ -11,16 +11,17 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
-from cuewalk.env import Question, RetrievalEnv, Tasks, Trajectory
+from cuewalk.env import Question, Tasks, Trajectory
 from cuewalk.env.tasks import DataError, select, splits
 from cuewalk.judges import TrajectoryJudge
-from cuewalk.memory import MemoryGraph, SentenceEncoder
+from cuewalk.memory import SentenceEncoder
 from cuewalk.memory.models import load_language_model, load_tokenizer
 from cuewalk.rl import baselines
 from cuewalk.rl.config import Config, ConfigError
-from cuewalk.rl.data import load_graphs, load_part
+from cuewalk.rl.data import Memories, load_graphs, load_part, rank_of
 from cuewalk.rl.measures import measure_entries, measure_walk
 from cuewalk.rl.oracle import oracle_action, searching_oracle
+from cuewalk.rl.ranker import THRESHOLDS, Ranker, expand_likely
 from cuewalk.rl.rollout import walk_greedily
 from cuewalk.rl.run import provenance, read_metrics
 from cuewalk.rl.statistics import compare
@@ -42,26 +43,22 @@ class Bench:
 
     config: Config
     tasks: Tasks
-    graphs: dict[str, MemoryGraph]
+    memories: Memories
     judge: TrajectoryJudge
     chat: Chat
 
-    def env(self, question: Question) -> RetrievalEnv:
-        """Return the environment of one question."""
-        return RetrievalEnv(self.graphs[question.conversation_id], question, self.config.env)
-
     def search(self, k: int, questions: Sequence[Question]) -> list[Found]:
         """Retrieve by plain search: no environment, so no reward."""
-        hits = [self.graphs[question.conversation_id].search(question.text, k) for question in questions]
+        hits = [self.memories.graphs[question.conversation_id].search(question.text, k) for question in questions]
         return [([hit.entry for hit in found], 0) for found in hits]
 
     def walk(self, policy: baselines.Scripted, questions: Sequence[Question]) -> list[Found]:
         """Retrieve by a policy without a model."""
-        return [(baselines.run_scripted(policy, self.env(q), self.tasks.gold[q.id]), 0) for q in questions]
+        return [(baselines.run_scripted(policy, self.memories.env(q), self.tasks.gold[q.id]), 0) for q in questions]
 
     def serve(self, model: Any, grammar: bool, questions: Sequence[Question]) -> list[Found]:
         """Retrieve by a policy with a language model, as it is served."""
-        envs = [self.env(question) for question in questions]
+        envs = [self.memories.env(question) for question in questions]
         rows = walk_greedily(envs, model, self.chat, self.config.sampling, grammar=grammar)
         return [(row.trajectory, len(row.prompt) + len(row.completion)) for row in rows]
 
@@ -77,7 +74,7 @@ class Bench:
                 results = retrieve(asked)
                 seconds = (time.perf_counter() - started) / len(asked)
                 for question, (found, tokens) in zip(asked, results, strict=True):
-                    graph, gold = self.graphs[question.conversation_id], self.tasks.gold[question.id]
+                    graph, gold = self.memories.graphs[question.conversation_id], self.tasks.gold[question.id]
                     entries = found.working if isinstance(found, Trajectory) else found
                     delta = self.config.judge.similarity
                     measures = measure_entries(graph, question, gold, entries, self.chat.count, delta)
@@ -99,22 +96,21 @@ def evaluate(config: Config) -> dict[str, Any]:
     if not (run / "config.json").exists():
         raise ConfigError(f"no run in {run}; train one first with `cuewalk train --config …`")
     part = select(load_part(config.data, config.evaluation.part), evidence=True)
-    train = select(load_part(config.data, "train"), evidence=True, clean=True)
     val = select(load_part(config.data, "val"), evidence=True)
     if not part.questions or not val.questions:
         raise DataError("no held-out question has gold evidence; the `evidence` judge can't score any")
-    conversations = {**part.conversations, **train.conversations, **val.conversations}
-    graphs = load_graphs(config, conversations, SentenceEncoder(config.encoder))
-    bench = Bench(config, part, graphs, TrajectoryJudge(config.judge), Chat(load_tokenizer(config.model)))
-    ranker = baselines.Ranker(config.seed)
-    ranker.fit(train, val, graphs, config.env, bench.judge)
+    graphs = load_graphs(config, {**part.conversations, **val.conversations}, SentenceEncoder(config.encoder))
+    memories = Memories(graphs, config.env, rank_of(config, run))
+    bench = Bench(config, part, memories, TrajectoryJudge(config.judge), Chat(load_tokenizer(config.model)))
+    ranker = Ranker.load(run / "ranker.json")
+    threshold = choose_threshold(ranker, val, memories, bench.judge)
     scripted: dict[str, baselines.Scripted] = {
         "stop": baselines.expand_top(0),
         "random": baselines.random_walk,
         "expand_top=1": baselines.expand_top(1),
         "expand_top=3": baselines.expand_top(3),
         "expand_all": baselines.expand_top(config.env.budget),
-        "ranker": ranker,
+        "ranker": expand_likely(ranker, threshold),
         "oracle_one_hop": oracle_action,
         "oracle": searching_oracle,
     }
@@ -134,6 +130,17 @@ def evaluate(config: Config) -> dict[str, Any]:
         serve = partial(bench.serve, load(), name == "untrained_grammar")
         measured += bench.measure(name, asked, serve, config.evaluation.batch)
     return summarise(bench, pd.DataFrame(measured, columns=COLUMNS), [question.id for question in asked])
+
+
+def choose_threshold(ranker: Ranker, val: Tasks, memories: Memories, judge: TrajectoryJudge) -> float:
+    """Return the chance from which on taking a candidate paid best on the validation questions."""
+
+    def reward(threshold: float) -> float:
+        walked = ((baselines.run_scripted(expand_likely(ranker, threshold), memories.env(q), val.gold[q.id]), q)
+                  for q in val.questions)  # fmt: skip
+        return sum(judge.score(t, memories.graphs[q.conversation_id], val.gold[q.id]).reward for t, q in walked)
+
+    return max(THRESHOLDS, key=reward)
 
 
 def model_questions(config: Config, part: Tasks) -> tuple[Question, ...]:

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cuewalk.env import EnvConfig, Question, RetrievalEnv, Trajectory
+from cuewalk.env import EnvConfig, Question, Rank, RetrievalEnv, Trajectory
 from cuewalk.env.render import RENDERER
 from cuewalk.memory import Entry, MemoryGraph
 from cuewalk.memory.models import load_language_model, load_tokenizer, weights_digest
 from cuewalk.rl.config import Config, config_tree, parse_config
+from cuewalk.rl.data import rank_of
+from cuewalk.rl.ranker import Ranker
 from cuewalk.rl.rollout import walk_greedily
 from cuewalk.rl.transcript import Chat
 
@@ -59,6 +61,8 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
         "config": tree,
         "data": config.data.source,
     }
+    if config.env.order == "ranker":
+        Ranker.load(run / "ranker.json").save(out / "ranker.json")
     (out / "policy.json").write_text(json.dumps(policy, indent=1) + "\n", encoding="utf-8")
     return out
 
@@ -83,6 +87,7 @@ class Retriever:
     model: Any
     chat: Chat
     config: Config
+    rank: Rank | None
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, base: str | None = None) -> "Retriever":
@@ -115,11 +120,11 @@ class Retriever:
                 f"right ones, or use its merged/ model"
             )
         model = PeftModel.from_pretrained(model, str(path / "adapter")).eval()
-        return cls(model, Chat(load_tokenizer(str(path / "adapter"))), config)
+        return cls(model, Chat(load_tokenizer(str(path / "adapter"))), config, rank_of(config, path))
 
     def retrieve(self, graph: MemoryGraph, question: str, env: EnvConfig | None = None) -> Retrieval:
         """Walk a graph for one question; `env` sets other rules than in training, such as another budget."""
         asked = Question("question", graph.conversation.id, question)
-        walker = RetrievalEnv(graph, asked, env or self.config.env)
+        walker = RetrievalEnv(graph, asked, env or self.config.env, rank=self.rank)
         (row,) = walk_greedily([walker], self.model, self.chat, self.config.sampling)
         return Retrieval(tuple(graph.entries[entry] for entry in row.trajectory.working), row.trajectory)

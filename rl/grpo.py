@@ -17,11 +17,11 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import _ForwardRedirection
 
-from cuewalk.env import Ending, Question, RetrievalEnv, Tasks
+from cuewalk.env import Ending, Question, Tasks
 from cuewalk.env.actions import BAD_REASONS
 from cuewalk.judges import JudgeError, TrajectoryJudge, Verdict, covered, evidence_recall
-from cuewalk.memory import MemoryGraph
 from cuewalk.rl.config import Config, ConfigError, check_options
+from cuewalk.rl.data import Memories
 from cuewalk.rl.rollout import Row, walk
 from cuewalk.rl.run import MetricsLog, run_trainer, trainer_defaults
 from cuewalk.rl.sampler import TransformersSampler
@@ -73,7 +73,7 @@ class Rollouts:
 
     config: Config
     tasks: Tasks
-    graphs: dict[str, MemoryGraph]
+    memories: Memories
     chat: Chat
     judge: TrajectoryJudge
     log: dict[str, float] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Rollouts:
     ) -> list[Group]:
         """Walk and judge one group a question."""
         config, seeds = self.config, [draw.getrandbits(31) for _ in questions]
-        envs = [[RetrievalEnv(self.graphs[q.conversation_id], q, config.env) for _ in range(size)] for q in questions]
+        envs = [[self.memories.env(question) for _ in range(size)] for question in questions]
         walked = walk(envs, sampler, self.chat, max_tokens=config.sampling.max_tokens, seeds=seeds)
         return [Group(q, rows, [self.verdict(row) for row in rows]) for q, rows in zip(questions, walked, strict=True)]
 
@@ -141,7 +141,7 @@ class Rollouts:
 
     def cause(self, group: Group) -> str:
         """Return why a group's rewards are all equal, one of `DEAD_CAUSES`."""
-        graph, gold = self.graphs[group.question.conversation_id], self.tasks.gold[group.question.id]
+        graph, gold = self.memories.graphs[group.question.conversation_id], self.tasks.gold[group.question.id]
         trajectories = [row.trajectory for row in group.rows]
         if len({tuple(step.text for step in trajectory.steps) for trajectory in trajectories}) == 1:
             return "one_trajectory"

@@ -38,7 +38,7 @@ def searching_oracle(env: RetrievalEnv, gold: Gold) -> Expand | Stop:
         return Stop()
     behind = {}
     for label, _ in state.frontier:
-        shown = apply(state, Expand((label,)), env.graph, env.config, env.labels)[1].candidates
+        shown = apply(state, Expand((label,)), env.graph, env.config, env.labels, env.rank)[1].candidates
         behind[label] = len(missing & covered(env.graph, [link.entry for _, link in shown]))
     best = max(behind, key=lambda label: behind[label], default=None)
     return Expand((best,)) if best is not None and behind[best] else Stop()

@@ -19,8 +19,9 @@ from cuewalk.judges.calibrate import by_endpoint, calibrate, wrongly_accepted
 from cuewalk.memory import SentenceEncoder
 from cuewalk.memory.models import load_language_model, load_tokenizer
 from cuewalk.rl.config import Config, ConfigError, check_options
-from cuewalk.rl.data import load_graphs, load_part
+from cuewalk.rl.data import Memories, load_graphs, load_part, rank_of
 from cuewalk.rl.grpo import Rollouts, prepare_arguments, train_grpo
+from cuewalk.rl.ranker import fit_ranker
 from cuewalk.rl.run import last_step, open_run
 from cuewalk.rl.scoring import check_model
 from cuewalk.rl.transcript import Chat
@@ -56,12 +57,15 @@ def train(config: Config) -> Path:
     set_seed(config.seed)
     with state.main_process_first():  # the others read what it built
         graphs = load_graphs(config, tasks.conversations, SentenceEncoder(config.encoder))
+        if not (run / "ranker.json").exists():
+            fit_ranker(tasks, graphs, config.env).save(run / "ranker.json")
+        memories = Memories(graphs, config.env, rank_of(config, run))
     if config.warm_start.rows and not (run / "warm_start" / "adapter_config.json").exists():
-        warm_start(config, run, new_adapter(config), chat, teach_rows(config, tasks, graphs, chat))
+        warm_start(config, run, new_adapter(config), chat, teach_rows(config, tasks, memories, chat))
         state.wait_for_everyone()
     start = run / "warm_start"
     model = load_adapter(config, start, trainable=True) if start.exists() else new_adapter(config)
-    train_grpo(config, run, model, Rollouts(config, tasks, graphs, chat, judge))
+    train_grpo(config, run, model, Rollouts(config, tasks, memories, chat, judge))
     return run
 
 

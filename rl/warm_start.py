@@ -13,16 +13,16 @@ from trl import SFTConfig, SFTTrainer
 from trl.models.utils import _ForwardRedirection
 
 from cuewalk.env import Expand, RetrievalEnv, Stop, Tasks, format_action
-from cuewalk.memory import MemoryGraph
 from cuewalk.memory.models import decoder_and_head
 from cuewalk.rl.config import Config, ConfigError
+from cuewalk.rl.data import Memories
 from cuewalk.rl.oracle import oracle_action
 from cuewalk.rl.run import MetricsLog, run_trainer, trainer_defaults
 from cuewalk.rl.scoring import pad_rows
 from cuewalk.rl.transcript import Chat
 
 
-def teach_rows(config: Config, tasks: Tasks, graphs: dict[str, MemoryGraph], chat: Chat) -> list[dict[str, Any]]:
+def teach_rows(config: Config, tasks: Tasks, memories: Memories, chat: Chat) -> list[dict[str, Any]]:
     """Return training rows: transcripts of the oracle's walks, letters shuffled.
 
     Each row has `input_ids`, the `positions` of action ids, and for each its `targets`: the ids that are right
@@ -44,7 +44,7 @@ def teach_rows(config: Config, tasks: Tasks, graphs: dict[str, MemoryGraph], cha
     for number, (question, k) in enumerate(pairs):
         if not any(wanted.values()):
             break
-        env = RetrievalEnv(graphs[question.conversation_id], question, replace(config.env, k=k))
+        env = memories.env(question, replace(config.env, k=k))
         observation, _ = env.reset(seed=config.seed * 1_000_003 + number, options={"shuffle_labels": True})
         gold = tasks.gold[question.id]
         at_once = isinstance(oracle_action(env, gold), Stop)

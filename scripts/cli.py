@@ -17,7 +17,7 @@ from cuewalk.memory.models import ModelError
 from cuewalk.memory.reader import LocalReader
 from cuewalk.rl.baselines import run_scripted
 from cuewalk.rl.config import ConfigError, load_config
-from cuewalk.rl.data import load_graphs, load_part
+from cuewalk.rl.data import load_graphs, load_part, rank_of
 from cuewalk.rl.export import ExportError, export_policy
 from cuewalk.rl.oracle import searching_oracle
 from cuewalk.rl.transcript import TranscriptError
@@ -121,7 +121,7 @@ def _play(options: argparse.Namespace) -> None:
     conversation = {question.conversation_id: tasks.conversations[question.conversation_id]}
     graph = load_graphs(config, conversation, SentenceEncoder(config.encoder))[question.conversation_id]
     gold, judge = tasks.gold[question.id], TrajectoryJudge(config.judge)
-    env = RetrievalEnv(graph, question, config.env)
+    env = RetrievalEnv(graph, question, config.env, rank=rank_of(config, Path(config.run_dir)))
     shown, ended = env.reset(seed=config.seed)[0], False
     while not ended:
         print(shown)

@@ -25,8 +25,8 @@ from cuewalk.judges.calibrate import by_likelihood, by_score, calibrate
 from cuewalk.memory import Entry, MemoryGraph, SentenceEncoder, build_graph
 from cuewalk.memory.models import load_tokenizer
 from cuewalk.memory.reader import LocalReader
-from cuewalk.rl.baselines import Ranker
 from cuewalk.rl.oracle import searching_oracle
+from cuewalk.rl.ranker import expand_likely, fit_ranker
 from cuewalk.scripts.results import measure, table
 
 SCORES = ("answer_em", "answer_f1", "answer_f1_xmemory", "bleu1", "rouge_l")
@@ -113,10 +113,8 @@ def data_sets() -> dict[str, tuple[Data, Data]]:
 def honest_walker(train: Data) -> Policy:
     """Return the ranker, fitted on other conversations: it takes what it finds likelier than the price is high."""
     tasks, graphs = train
-    ranker = Ranker()
-    ranker.fit(tasks, tasks, graphs, EnvConfig(), TrajectoryJudge())
-    ranker.threshold = JudgeConfig().price
-    return lambda env: format_action(ranker(env, Gold("", (), 4)))
+    policy = expand_likely(fit_ranker(tasks, graphs, EnvConfig()), JudgeConfig().price)
+    return lambda env: format_action(policy(env, Gold("", (), 4)))
 
 
 def oracle_for(tasks: Tasks) -> Policy:
@@ -248,7 +246,7 @@ def markdown(result: dict[str, Any]) -> str:
                 lines = [{"policy": policy, **{preset: by[policy, preset] for preset in PRESETS}}
                          for policy in dict.fromkeys(r["policy"] for r in chosen)]  # fmt: skip
                 parts += [f"## Mean reward, {data}, {part} (n = {chosen[0]['n']})", table(lines, ("policy", *PRESETS))]
-        parts += ["`heuristic` is the ranker of `rl/baselines.py`, trained on other conversations; `oracle` knows the "
+        parts += ["`heuristic` is the ranker of `rl/ranker.py`, trained on other conversations; `oracle` knows the "
                   "gold. The JSON also holds the solved and unreachable questions.",
                   "## Fat entries", "Recall of plain search over the memory as built, and with every four entries "
                   "merged into one: more at equal entries, less at equal tokens.",

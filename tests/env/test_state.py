@@ -1,8 +1,9 @@
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuewalk.env import LABELS, Bad, Ending, EnvConfig, Expand, Refine, Stop
+from cuewalk.env import LABELS, Bad, Ending, EnvConfig, Expand, Refine, RetrievalEnv, Stop
 from cuewalk.env.actions import BAD_REASONS
 from cuewalk.env.state import apply, first_state
 
@@ -151,3 +152,30 @@ def test_whatever_is_done_the_process_keeps_its_promises(actions, k, budget, cap
         assert (change.bad is None) or (state.working == before.working)
     assert state.ending is not None  # every trajectory ends
     assert steps <= budget + 1
+
+
+def test_a_rank_chooses_from_a_wider_pool_and_its_say_is_the_score(graph, question):
+    """Four times the lines shown are ranked; the chances' square roots are the scores."""
+    rules = EnvConfig(k=1, budget=3, frontier_cap=1, new_lines=1, order="ranker")
+    asked = []
+
+    def last_first(graph, query, working, links):
+        asked.append((query, tuple(working), len(links)))
+        return np.arange(len(links)) / 16
+
+    env = RetrievalEnv(graph, question, rules, rank=last_first)
+    env.reset()
+    pool = graph.frontier(question.text, ("e0",), {"e0"}, rules.links, 4)
+    ((label, link),) = env.state.frontier
+    assert (link.entry, link.score) == (pool[-1].entry, (3 / 16) ** 0.5)
+    env.step(f"EXPAND {label}")
+    env.step("REFINE garden")
+    first, expanded, refined = asked
+    assert first == (question.text, ("e0",), 4) and expanded[1] == ("e0", link.entry) and refined[0] == "garden"
+
+
+def test_the_order_and_the_rank_go_together(graph, question):
+    with pytest.raises(ValueError, match="pass rank= where it is 'ranker', and only there"):
+        RetrievalEnv(graph, question, EnvConfig(order="ranker"))
+    with pytest.raises(ValueError, match="pass rank="):
+        RetrievalEnv(graph, question, EnvConfig(), rank=lambda *_: np.zeros(0))

@@ -6,15 +6,14 @@ import pytest
 from scipy import stats
 
 from cuewalk.env import EnvConfig, Gold, Question, RetrievalEnv, Tasks
-from cuewalk.judges import TrajectoryJudge
-from cuewalk.memory import LINK_KINDS, Conversation, Message, build_graph
+from cuewalk.memory import Link
 from cuewalk.rl import Config, baselines
 from cuewalk.rl.evaluate import COLUMNS, summarise
 from cuewalk.rl.measures import measure_entries, measure_walk
 from cuewalk.rl.oracle import oracle_action
+from cuewalk.rl.ranker import FEATURES, Ranker, expand_likely, features, fit_ranker
 from cuewalk.rl.statistics import compare
 from cuewalk.scripts.report import markdown
-from tests.conftest import at
 
 RULES = EnvConfig(k=1, budget=3, frontier_cap=4, new_lines=1)
 
@@ -86,36 +85,55 @@ def test_no_expansion_is_dearer_than_the_budget(graph, question, gold):
     dear = EnvConfig(k=1, budget=3, frontier_cap=4, new_lines=1, expand_cost=2)
     walked = baselines.run_scripted(baselines.expand_top(4), RetrievalEnv(graph, question, dear), gold)
     assert len(walked.added) == 1 and walked.cost == 2 and walked.ending == "stopped"
-    ranker = baselines.Ranker()
-    ranker.threshold, ranker._model = 0.0, type("All", (), {"predict_proba": lambda self, x: np.ones((len(x), 2))})()
-    walked = baselines.run_scripted(ranker, RetrievalEnv(graph, question, dear), gold)
+    likely = expand_likely(lambda graph, query, working, links: np.ones(len(links)), 0.5)
+    walked = baselines.run_scripted(likely, RetrievalEnv(graph, question, dear), gold)
     assert len(walked.added) == 1 and walked.cost == 2
 
 
-def test_the_ranker_learns_where_some_questions_have_no_candidate(conversation, graph, encoder):
-    alone = build_graph(Conversation("one", (Message("m1", "Ann", at(1), "The dog"),)), encoder)
-    env = RetrievalEnv(alone, Question("one:1", "one", "dog"), RULES)
-    env.reset()
-    assert baselines.features(env).shape == (0, 11 + len(LINK_KINDS))
-    questions = (*(Question(f"toy:{i}", "toy", "dog") for i in range(3)), Question("one:1", "one", "dog"))
-    tasks = Tasks({"toy": conversation, "one": alone.conversation}, questions, {
-        q.id: Gold("", ("m6",) if q.conversation_id == "toy" else ("m1",), 4) for q in questions
-    })  # fmt: skip
-    baselines.Ranker().fit(tasks, tasks, {"toy": graph, "one": alone}, RULES, TrajectoryJudge())
-
-
-def test_the_ranker_learns_which_candidates_hold_evidence(graph, conversation):
+def dog_tasks(conversation, evidence):
     questions = tuple(Question(f"toy:{i}", "toy", "dog " * (i % 3 + 1)) for i in range(30))
-    tasks = Tasks({"toy": conversation}, questions, {q.id: Gold("", ("m6",), 4) for q in questions})
-    ranker = baselines.Ranker()
-    ranker.fit(tasks, tasks, {"toy": graph}, RULES, TrajectoryJudge())
-    env = RetrievalEnv(graph, questions[0], RULES)
-    assert "e5" in baselines.run_scripted(ranker, env, tasks.gold["toy:0"]).added
+    return Tasks({"toy": conversation}, questions, {q.id: Gold("", evidence, 4) for q in questions})
+
+
+def test_the_ranker_learns_which_candidates_hold_evidence(graph, conversation, tmp_path):
+    tasks = dog_tasks(conversation, ("m6",))
+    ranker = fit_ranker(tasks, {"toy": graph}, RULES)
+    assert ranker.kinds == ("segment", "adjacent", "anchor", "similar")
+    env = RetrievalEnv(graph, tasks.questions[0], RULES)
+    walked = baselines.run_scripted(expand_likely(ranker, 0.5), env, tasks.gold["toy:0"])
+    assert walked.added == ("e5",)
     env.reset()
-    assert baselines.features(env).shape == (4, 11 + len(LINK_KINDS))
-    none = Tasks({"toy": conversation}, questions, {q.id: Gold("", ("m1",), 4) for q in questions})
+    links = [link for _, link in env.state.frontier]
+    assert features(graph, "dog", env.state.working, links, ranker.kinds).shape == (4, len(FEATURES) + 4)
+    assert features(graph, "dog", env.state.working, [], ranker.kinds).shape == (0, len(FEATURES) + 4)
+    chances = ranker(graph, "dog", env.state.working, links)
+    assert [link.entry for link in links][int(np.argmax(chances))] == "e5" and 0 < chances.min() < chances.max() < 1
+    ranker.save(tmp_path / "ranker.json")
+    assert Ranker.load(tmp_path / "ranker.json") == ranker
     with pytest.raises(ValueError, match="with and without evidence"):
-        ranker.fit(none, none, {"toy": graph}, RULES, TrajectoryJudge())
+        fit_ranker(dog_tasks(conversation, ("m1",)), {"toy": graph}, RULES)
+
+
+def test_a_ranker_that_is_absent_or_of_other_features_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="train first"):
+        Ranker.load(tmp_path / "ranker.json")
+    (tmp_path / "ranker.json").write_text('{"features": ["cosine"], "kinds": [], "weights": [1.0], "bias": 0.0}')
+    with pytest.raises(ValueError, match="other features"):
+        Ranker.load(tmp_path / "ranker.json")
+
+
+def test_features_are_what_their_names_say(graph):
+    """By hand: W is e0, `The dog ran away` by Ann; candidates e5, `The dog likes the garden`, and e1, without a dog."""
+    links = [Link("e5", "similar", 0.7), Link("e1", "segment", 0.0)]
+    dog, other = features(graph, "When was Bob with the dog?", ["e0"], links, ("segment", "similar"))
+    half = 0.5**0.5  # dog and garden are two axes: the cosine of e5 with e0, which has the dog alone
+    by_name = dict(zip((*FEATURES, "segment", "similar"), dog, strict=True))
+    assert by_name["cosine"] == 0.7 and by_name["place"] == 0.0 and by_name["speaker_named"] == 1.0
+    assert by_name["nearest"] == by_name["mean_near"] == by_name["near_first"] == pytest.approx(half)
+    assert by_name["asks_when"] == by_name["sources"] == by_name["similar"] == 1.0 and by_name["segment"] == 0.0
+    assert by_name["apart"] == by_name["apart_from_first"] == pytest.approx(np.log(6))
+    assert by_name["search_rank"] == pytest.approx(np.log(2))  # second to e0
+    assert other[FEATURES.index("place")] == pytest.approx(np.log(2)) and tuple(other[-2:]) == (1.0, 0.0)
 
 
 def test_differences_are_averaged_by_conversation_with_a_t_interval():

@@ -16,6 +16,7 @@ from cuewalk.memory import BuildConfig, Conversation, Message, build_graph
 from cuewalk.rl import Config
 from cuewalk.rl.baselines import run_scripted
 from cuewalk.rl.config import SamplingConfig, WarmStartConfig
+from cuewalk.rl.data import Memories
 from cuewalk.rl.grpo import Group, Rollouts, WalkTrainer, summarise, train_grpo
 from cuewalk.rl.oracle import oracle_action, searching_oracle
 from cuewalk.rl.rollout import Row
@@ -69,7 +70,7 @@ class ByLetters:
 
 
 def rollouts(config, tasks, graph, chat, judge=None) -> Rollouts:
-    return Rollouts(config, tasks, {"toy": graph}, chat, judge or ByLetters())
+    return Rollouts(config, tasks, Memories({"toy": graph}, config.env), chat, judge or ByLetters())
 
 
 def run_grpo(config, tasks, graph, chat, path, judge=None):
@@ -310,7 +311,7 @@ def test_an_expansion_is_filled_up_with_the_first_of_the_list(graph, question):
 
 def test_teaching_rows_hold_the_oracles_walks(config, tasks, graph, chat):
     config = replace(config, warm_start=WarmStartConfig(rows=2, k=(1,), stop_share=0.5))
-    rows = teach_rows(config, tasks, {"toy": graph}, chat)
+    rows = teach_rows(config, tasks, Memories({"toy": graph}, config.env), chat)
     assert len(rows) == 2
     for row in rows:
         said = [row["input_ids"][p] for p in row["positions"]]
@@ -319,7 +320,8 @@ def test_teaching_rows_hold_the_oracles_walks(config, tasks, graph, chat):
     texts = ["".join(chat.tokenizer.decode([row["input_ids"][p] for p in row["positions"]])) for row in rows]
     assert sorted("EXPAND" in text for text in texts) == [False, True]
     with pytest.raises(ValueError, match=r"warm_start.rows = 99 .*lower rows or change stop_share"):
-        teach_rows(replace(config, warm_start=WarmStartConfig(rows=99)), tasks, {"toy": graph}, chat)
+        more = replace(config, warm_start=WarmStartConfig(rows=99))
+        teach_rows(more, tasks, Memories({"toy": graph}, config.env), chat)
 
 
 def test_the_set_likelihood_sums_over_what_is_right(config):
@@ -337,7 +339,7 @@ def test_the_set_likelihood_sums_over_what_is_right(config):
 
 def test_the_warm_start_lowers_its_loss_and_saves_an_adapter(config, tasks, graph, chat, tmp_path):
     config = replace(config, warm_start=WarmStartConfig(rows=2, k=(1,)), sft=config.sft | {"num_train_epochs": 12})
-    rows = teach_rows(config, tasks, {"toy": graph}, chat)
+    rows = teach_rows(config, tasks, Memories({"toy": graph}, config.env), chat)
     tmp_path.joinpath("run").mkdir()
     warm_start(config, tmp_path / "run", new_adapter(config), chat, rows)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,119 @@
+"""The ranker without a language model: it orders a frontier, and is the rival that a policy must beat."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import expit
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
+from tqdm import tqdm
+
+from cuewalk.env import DataError, EnvConfig, Expand, Gold, RetrievalEnv, Stop, Tasks
+from cuewalk.env.state import POOL, first_state
+from cuewalk.judges import covered
+from cuewalk.judges.evidence import words
+from cuewalk.memory import Link, MemoryGraph
+from cuewalk.rl.baselines import Scripted
+
+FEATURES = (
+    "cosine", "place", "search_rank", "nearest", "mean_near", "near_first", "shared_words", "speaker_named", "words",
+    "asks_when", "sources", "apart", "apart_from_first",
+)  # fmt: skip
+THRESHOLDS = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5)
+
+
+@dataclass(frozen=True)
+class Ranker:
+    """Logistic regression on numbers a candidate has before it is read.
+
+    Trained on the training questions' evidence; called by the environment to order candidates. Chances are of holding
+    evidence that the working set lacks. (Boosted trees on the same numbers found less on left-out conversations.)
+    """
+
+    kinds: tuple[str, ...]  #: Link kinds that are features: 1 where some entry of W reaches the candidate so.
+    weights: tuple[float, ...]  #: One a feature, `FEATURES` and then `kinds`.
+    bias: float
+
+    def __call__(
+        self, graph: MemoryGraph, query: str, working: Sequence[str], links: Sequence[Link]
+    ) -> npt.NDArray[np.float64]:
+        """Return each candidate's chance of holding missing evidence, (len(links),)."""
+        rows = features(graph, query, working, links, self.kinds)
+        chances: npt.NDArray[np.float64] = expit(rows @ np.array(self.weights) + self.bias)
+        return chances
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.write_text(json.dumps({"features": FEATURES, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> "Ranker":
+        """Read it; a DataError where it is absent or of other features than this version's."""
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))
+            if tuple(tree.pop("features")) == FEATURES:
+                return cls(tuple(tree["kinds"]), tuple(tree["weights"]), tree["bias"])
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"no ranker in {path} ({error}); env.order = ranker needs one: train first") from error
+        raise DataError(f"the ranker in {path} was trained on other features than this version of cuewalk has")
+
+
+def fit_ranker(tasks: Tasks, graphs: Mapping[str, MemoryGraph], rules: EnvConfig) -> Ranker:
+    """Train on the pool of every first frontier; a DataError where no candidate holds missing evidence, or all do."""
+    kinds = tuple(kind for kind in rules.links if kind != "search")
+    rows, labels = [], []
+    for question in tqdm(tasks.questions, desc="ranker", unit="question", disable=None):
+        graph = graphs[question.conversation_id]
+        working = first_state(graph, question.text, replace(rules, order="search")).working
+        links = graph.frontier(question.text, working, set(working), rules.links, POOL * rules.frontier_cap)
+        missing = set(tasks.gold[question.id].evidence) - covered(graph, working)
+        rows.append(features(graph, question.text, working, links, kinds))
+        labels += [not covered(graph, [link.entry]).isdisjoint(missing) for link in links]
+    if len(set(labels)) < 2:
+        raise DataError(f"the ranker needs candidates with and without evidence; got {len(labels)} of one kind")
+    scaler = StandardScaler().fit(whole := np.concatenate(rows))
+    model = LogisticRegression(C=0.1, max_iter=3000).fit(scaler.transform(whole), labels)
+    weights = model.coef_[0] / scaler.scale_
+    return Ranker(kinds, tuple(weights.tolist()), float(model.intercept_[0] - weights @ scaler.mean_))
+
+
+def features(
+    graph: MemoryGraph, query: str, working: Sequence[str], links: Sequence[Link], kinds: Sequence[str]
+) -> npt.NDArray[np.float64]:
+    """Return one row a candidate, (len(links), len(FEATURES) + len(kinds)); counts as logarithms."""
+    ranking = {hit.entry: place for place, hit in enumerate(graph.search(query, 200))}
+    positions = [graph.order[entry] for entry in working]
+    asked = words(query)
+    asks_when = not asked.isdisjoint(("when", "date", "day", "month", "year"))
+    reached = [{target for entry in working for target in graph.links(entry, (kind,))} for kind in kinds]
+    rows = []
+    for place, link in enumerate(links):
+        entry, at = graph.entries[link.entry], graph.order[link.entry]
+        near = graph.vectors[positions] @ graph.vectors[at]
+        told = words(f"{entry.abstraction} {entry.value}")
+        shared = len(asked & told) / max(1, len(asked))
+        counts = (place, ranking.get(entry.id, 200))
+        apart = (min(abs(at - position) for position in positions), abs(at - positions[0]))
+        rows.append([
+            link.score, *np.log1p(counts), near.max(), near.mean(), near[0], shared, entry.speaker.lower() in asked,
+            np.log1p(len(told)), asks_when, len(entry.sources), *np.log1p(apart),
+            *(entry.id in targets for targets in reached),
+        ])  # fmt: skip
+    return np.array(rows, dtype=np.float64).reshape(len(rows), len(FEATURES) + len(kinds))
+
+
+def expand_likely(ranker: Ranker, threshold: float) -> Scripted:
+    """Return the policy that takes the likeliest candidates from this chance on, at most four at a time."""
+
+    def policy(env: RetrievalEnv, gold: Gold) -> Expand | Stop:
+        state = env.state
+        chances = ranker(env.graph, state.query, state.working, [link for _, link in state.frontier])
+        likely = [int(i) for i in np.argsort(-chances, kind="stable") if chances[i] >= threshold]
+        labels = tuple(state.frontier[i][0] for i in likely[: env.affordable])
+        return Expand(labels) if labels else Stop()
+
+    return policy
