@@ -69,10 +69,16 @@ class WarmStartConfig:
 class SamplingConfig:
     """How actions are sampled in training. Evaluation is greedy."""
 
+    engine: Literal["transformers", "vllm"] = "transformers"  #: What samples; evaluation is transformers' always.
+    server: str | None = None  #: With `vllm`: address of a running vLLM server; null runs vLLM in this process.
     temperature: PositiveFloat = 1.0  #: Of the softmax; log-probabilities are of the tempered distribution.
     max_action_tokens: Annotated[int, Field(ge=8)] = 24  #: An action longer than this is cut, and so unparsable.
     max_tokens: int = 2048  #: Of a whole transcript.
     replacements: NonNegativeInt = 2  #: How often a group whose rewards are all equal is replaced by another question.
+
+    def __post_init__(self) -> None:
+        if self.server is not None and self.engine != "vllm":
+            raise ValueError(f"sampling.server = {self.server!r} needs sampling.engine = vllm")
 
 
 @dataclass(frozen=True)

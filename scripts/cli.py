@@ -21,6 +21,7 @@ from cuewalk.rl.data import load_graphs, load_part
 from cuewalk.rl.export import ExportError, export_policy
 from cuewalk.rl.oracle import searching_oracle
 from cuewalk.rl.transcript import TranscriptError
+from cuewalk.rl.vllm_sampler import SamplerError
 
 DESCRIPTION = """Train a small language model to walk an agent's memory: expand, refine or stop, under a budget.
 
@@ -36,7 +37,8 @@ Any setting can be overridden after the command: env.budget=4 grpo.max_steps=50 
 """
 
 MENDABLE = (
-    ConfigError, DataError, EndpointError, ExportError, JudgeError, ModelError, StoreError, TranscriptError
+    ConfigError, DataError, EndpointError, ExportError, JudgeError, ModelError, SamplerError, StoreError,
+    TranscriptError,
 )  # fmt: skip
 
 
