@@ -121,19 +121,16 @@ class Rollouts:
 
     def sampler(self, model: Any, trainer: Any, draw: random.Random) -> Sampler:
         """Return the configured engine with the policy's weights of this step."""
-        sampling, process = self.config.sampling, trainer.accelerator.process_index
+        sampling = self.config.sampling
+        action = (self.chat.end, sampling.max_action_tokens)
         if sampling.engine == "transformers":
             generator = torch.Generator(model.device).manual_seed(draw.getrandbits(62))
-            return TransformersSampler(
-                model, self.chat.end, sampling.max_action_tokens, sampling.temperature, generator
-            )
+            return TransformersSampler(model, *action, sampling.temperature, generator)
         if self.vllm is None:
-            rank, seed = model.peft_config["default"].r, f"{self.config.seed}/{process}"
+            rank, process = model.peft_config["default"].r, trainer.accelerator.process_index
             engine = Server(sampling.server) if sampling.server else InProcess(self.config, rank)
-            folder = Path(self.config.run_dir, "sampler", str(process))
-            self.vllm = VLLMSampler(
-                engine, self.chat.end, sampling.max_action_tokens, folder, sampling.temperature, seed
-            )
+            folder, seed = Path(self.config.run_dir, "sampler", str(process)), f"{self.config.seed}/{process}"
+            self.vllm = VLLMSampler(engine, *action, folder, sampling.temperature, seed)
         self.vllm.hand_over(model, trainer.state.global_step)
         return self.vllm
 

@@ -158,7 +158,7 @@ class VLLMSampler:
             raise SamplerError(
                 f"vLLM does not sample from the policy that is trained: log-probabilities of the same ids differ by "
                 f"{differences.mean():.4f} on average, {differences.max():.4f} at most; in "
-                f"{model.dtype} {allowed} on average is allowed. A server must have the run's model and --dtype: `{START}`"
+                f"{model.dtype} {allowed} on average is allowed. A server must have the run's --dtype: `{START}`"
             )
 
     def begin(self, prompts: Sequence[Sequence[int]], copies: int) -> None:

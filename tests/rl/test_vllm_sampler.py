@@ -1,5 +1,7 @@
 """vLLM as the sampler: against transformers with a real vLLM on the CPU (marked), and what needs no vLLM."""
 
+# ruff: noqa: F811 (fixtures of another file, imported and asked for)
+
 import importlib.util
 import json
 import os
@@ -16,28 +18,29 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import PeftModel
-from trl import GRPOTrainer
 
 from cuewalk.env import EnvConfig, RetrievalEnv
 from cuewalk.memory.models import load_language_model
-from cuewalk.rl.config import Config, SamplingConfig
-from cuewalk.rl.grpo import Rollouts, WalkTrainer, importance_weights, train_grpo
+from cuewalk.rl.config import Config, ConfigError, SamplingConfig, parse_config
+from cuewalk.rl.grpo import WalkTrainer, importance_weights
 from cuewalk.rl.rollout import walk
 from cuewalk.rl.sampler import TransformersSampler
 from cuewalk.rl.train import new_adapter
+from cuewalk.rl.transcript import Chat
 from cuewalk.rl.vllm_sampler import InProcess, SamplerError, Server, VLLMSampler, check_vllm
 from tests.memory.test_vllm import SETTINGS, wait_until_healthy
-from tests.rl.test_training import ByLetters, config, prompts_for, run_grpo, tasks  # noqa: F401
+from tests.rl.test_training import config, run_grpo, tasks  # noqa: F401
 
-needs_vllm = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vllm is not installed here: `make test-vllm` installs it"
-    ),
-]
-real = lambda test: [mark(test) for mark in needs_vllm][-1]  # noqa: E731
+
+def real(test):
+    """Mark a test that needs vLLM."""
+    absent = importlib.util.find_spec("vllm") is None
+    why = "vllm is not installed here: `make test-vllm` installs it"
+    return pytest.mark.vllm(pytest.mark.skipif(absent, reason=why)(test))
+
+
 CLOSE = 1e-3  # of log-probabilities in fp32; a changed adapter moves them by more than a hundred times that
-RULES = EnvConfig(k=1, budget=3, frontier_cap=3, new_lines=1)
+RULES = EnvConfig(k=1, budget=6, frontier_cap=3, new_lines=1)
 
 
 def changed(model, scale, seed):
@@ -102,6 +105,13 @@ def engine(request):
     return Server(found) if isinstance(found, str) else found
 
 
+class Acting(Chat):
+    """Take what a random model says, which is no action, for a query, so that a walk has as many turns as budget."""
+
+    def read(self, ids):
+        return "REFINE dog " + " ".join(f"word{id_}" for id_ in ids[:2])
+
+
 def walked(sampler, graph, question, chat, copies=3, seeds=(7,)):
     envs = [[RetrievalEnv(graph, question, RULES) for _ in range(copies)]]
     ((*rows,),) = walk(envs, sampler, chat, seeds=list(seeds), max_tokens=2048)
@@ -114,9 +124,11 @@ def test_greedy_walks_are_those_of_transformers(engine, job, graph, question, ch
     ours = VLLMSampler(engine, chat.end, 8, tmp_path / "a", temperature=0.0)
     ours.hand_over(model, 1)
     theirs = TransformersSampler(model, chat.end, 8, temperature=0)
+    chat = Acting(chat.tokenizer)
     found, expected = walked(ours, graph, question, chat), walked(theirs, graph, question, chat)
-    assert len(found[0].prompt) + len(found[0].completion) > 256  # more than two blocks of vLLM's cache
-    assert sum(mask != before for mask, before in zip(found[0].mask, [0, *found[0].mask], strict=False)) >= 3  # turns
+    turns = len(found[0].trajectory.steps)
+    print(f"{turns} turns, {len(found[0].prompt)} + {len(found[0].completion)} ids")  # seen with `pytest -s`
+    assert turns >= 5 and len(found[0].prompt) + len(found[0].completion) > 256  # two blocks of vLLM's cache
     for row, other in zip(found, expected, strict=True):
         assert (row.completion, row.mask) == (other.completion, other.mask)
         assert row.logps == pytest.approx(other.logps, abs=CLOSE)
@@ -198,11 +210,11 @@ def test_a_training_step_samples_with_vllm_and_logs_how_far_it_is(
     tasks,
     graph,
     chat,
-    tmp_path,  # noqa: F811
+    tmp_path,
 ):
     sampling = replace(config.sampling, engine="vllm", server=server)
     config = replace(config, grpo=config.grpo | {"max_steps": 2}, sampling=sampling)
-    before, after, source = run_grpo(config, tasks, graph, chat, tmp_path / "run")
+    before, after, _ = run_grpo(config, tasks, graph, chat, tmp_path / "run")
     assert any(not torch.equal(before[name], after[name]) for name in before)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "sampling/logp_difference_mean" in line]
@@ -210,6 +222,13 @@ def test_a_training_step_samples_with_vllm_and_logs_how_far_it_is(
     for line in steps:
         assert 0 < line["sampling/logp_difference_mean"] <= line["sampling/logp_difference_max"] < CLOSE
         assert line["sampling/weight_mean"] == pytest.approx(1, abs=CLOSE)
+
+
+def test_a_server_without_the_engine_that_asks_it_is_refused():
+    tree = {"sampling": {"server": "http://127.0.0.1:8000"}}
+    with pytest.raises(ConfigError, match=r"sampling.server = 'http://127.0.0.1:8000' needs sampling.engine = vllm"):
+        parse_config(tree)
+    assert parse_config({"sampling": tree["sampling"] | {"engine": "vllm"}}).sampling.server == "http://127.0.0.1:8000"
 
 
 class Fixed:
@@ -336,7 +355,7 @@ def test_the_corrected_loss_is_trls_with_its_own_correction(
     graph,
     chat,
     tmp_path,
-    monkeypatch,  # noqa: F811
+    monkeypatch,
 ):
     """TRL's `token_truncate` on the same batch: it multiplies each token's loss by the same truncated ratio."""
     config = replace(config, grpo=config.grpo | {"max_steps": 1, "learning_rate": 0.0, "loss_type": loss_type})
@@ -370,9 +389,14 @@ def test_the_corrected_loss_is_trls_with_its_own_correction(
     plain, plain_gradient = loss_and_gradient(corrects=False, use_vllm=False)
     theirs, their_gradient = loss_and_gradient(corrects=False, use_vllm=True, vllm_importance_sampling_correction=True)
     ours, our_gradient = loss_and_gradient(corrects=True, use_vllm=False)
-    assert ours == pytest.approx(theirs, abs=1e-5) and ours != pytest.approx(plain, abs=1e-3)
-    assert torch.allclose(our_gradient, their_gradient, atol=1e-5)
-    assert not torch.allclose(our_gradient, plain_gradient, atol=1e-3)
+    assert ours == pytest.approx(theirs, rel=1e-3) and ours != pytest.approx(plain, rel=0.1)
+    size = their_gradient.abs().max()
+    assert (
+        (our_gradient - their_gradient).abs().max()
+        < 1e-3 * size
+        < 0.1 * size
+        < (our_gradient - plain_gradient).abs().max()
+    )
     log = trainer._metrics["train"]
     assert log["sampling/logp_difference_mean"] == [pytest.approx(noise[mask].abs().mean().item(), abs=1e-4)]
     assert log["sampling/logp_difference_max"] == [pytest.approx(noise[mask].abs().max().item(), abs=1e-4)]
