@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -196,6 +197,19 @@ def test_both_flavours_sample_alike(in_process, server, job, graph, question, ch
 
 
 @real
+@pytest.mark.slow
+def test_rounding_in_bf16_is_within_the_tolerance_and_another_policy_is_not(tmp_path):
+    os.environ.update(SETTINGS)
+    job = Config(sampling=SamplingConfig(engine="vllm"))  # SmolLM2 in bf16, as people train it
+    model = changed(new_adapter(job).eval(), 0.02, 1)
+    sampler = VLLMSampler(InProcess(job, 16), 2, 8, tmp_path / "a", seed="s")
+    sampler.hand_over(model, 1)
+    changed(model, 0.1, 2)
+    with pytest.raises(SamplerError, match=r"in torch.bfloat16 0.15 on average is allowed"):
+        sampler.check(model)
+
+
+@real
 def test_an_adapter_that_is_not_there_is_refused_by_the_server(server, job, tmp_path):
     with pytest.raises(SamplerError, match="can't be asked for v1/load_lora_adapter"):
         Server(server).load("nothing", tmp_path / "nothing")
@@ -275,16 +289,18 @@ def test_a_run_is_refused_before_it_starts_where_vllm_is_missing_or_untried(monk
 
 
 @contextmanager
-def replying(body, status=200, kind="application/json"):
+def replying(body, status=200, kind="application/json", delay=0.0):
     """Answer every request on a loopback port with one body."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            time.sleep(delay)
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.end_headers()
-            self.wfile.write(body.encode())
+            with suppress(OSError):  # who asked may have given up
+                self.wfile.write(body.encode())
 
         do_POST = do_GET
 
@@ -338,6 +354,11 @@ def test_a_server_that_is_gone_is_said_to_be():
         pass
     with pytest.raises(SamplerError, match="can't be asked for version.*APIConnectionError"):
         check_vllm(address, 1)
+
+
+def test_a_server_that_hangs_is_given_up():
+    with replying("{}", delay=0.4) as address, pytest.raises(SamplerError, match="APITimeoutError"):
+        Server(address, timeout=0.1).complete([[1, 2]], [0], {})
 
 
 def test_importance_weights_are_truncated_and_outside_the_mask_nothing():
