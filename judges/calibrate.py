@@ -89,11 +89,7 @@ def make_answers(tasks: Tasks, per_kind: int, seed: int = 0) -> list[tuple[str, 
 
 
 def calibrate(accepts: Accepts, tasks: Tasks, per_kind: int = 50, seed: int = 0) -> list[Rate]:
-    """Ask a judge about answers of every kind.
-
-    Raises:
-        JudgeError: If the judge can't tell.
-    """
+    """Ask a judge about answers of every kind; a JudgeError if the judge can't tell."""
     asked = make_answers(tasks, per_kind, seed)
     counts = {kind: [0, 0] for kind in (*RIGHT, *WRONG)}
     for kind, question, answer in tqdm(asked, desc="calibrate", unit="answer", disable=None):

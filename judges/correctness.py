@@ -56,8 +56,7 @@ class ByReader:
     def __call__(self, graph: MemoryGraph, question: Question, gold: Gold, entries: Sequence[str]) -> float:
         """Return the score; a working set that was asked about before is not read again.
 
-        Raises:
-            JudgeError: If the gold answer has no token.
+        A JudgeError if the gold answer has no token.
         """
         key = (question.id, gold.answer, tuple(graph.entries[entry].value for entry in entries))
         if key not in self._known:
@@ -96,8 +95,7 @@ class ByEndpoint:
     def __call__(self, graph: MemoryGraph, question: Question, gold: Gold, entries: Sequence[str]) -> float:
         """Return 1 for a correct answer.
 
-        Raises:
-            JudgeError: If the endpoint can't be asked or replies nonsense: the trajectory is then left out.
+        A JudgeError if the endpoint can't be asked or replies nonsense: the trajectory is then left out.
         """
         lines = "\n".join(data_line(memory=graph.entries[entry].value) for entry in entries)
         prompt = _prompt("answer", memories=lines, question=data_line(question=question.text))
@@ -106,8 +104,7 @@ class ByEndpoint:
     def grade(self, question: str, answer: str, reference: str) -> bool:
         """Tell whether an answer is correct; an empty one is not, and nobody is asked.
 
-        Raises:
-            JudgeError: If the endpoint can't be asked or replies nonsense.
+        A JudgeError if the endpoint can't be asked or replies nonsense.
         """
         if not answer.strip():
             return False

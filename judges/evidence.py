@@ -21,8 +21,7 @@ def covered(graph: MemoryGraph, entries: Iterable[str]) -> set[str]:
 def evidence_recall(graph: MemoryGraph, entries: Iterable[str], gold: Gold) -> float:
     """Return the share of the gold evidence that the entries cover, in [0, 1].
 
-    Raises:
-        JudgeError: If the question has no gold evidence.
+    A JudgeError if the question has no gold evidence.
     """
     if not gold.evidence:
         raise JudgeError("the question has no gold evidence; leave it out, or judge its answer")

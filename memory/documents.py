@@ -11,12 +11,9 @@ from cuewalk.memory.records import Conversation, Message
 def read_document(path: str | Path, time: datetime | None = None) -> Conversation:
     """Read a file: each block under a header is a message, each header opens a segment.
 
-    The speaker of a block is its headers, joined (`Install > From source`), or the file's name above the first one.
-    Any text file is read so; one without headers is cut like a conversation. `time` is when what it says was said, the
-    file's modification time where None.
-
-    Raises:
-        ValueError: If it is no UTF-8 text, or holds none.
+    The speaker of a block is its headers, joined (`Install > From source`), or the file's name above the first one. Any
+    text file is read so; one without headers is cut like a conversation. `time` is when what it says was said, the
+    file's modification time where None. A ValueError if it is no UTF-8 text, or holds none.
     """
     path = Path(path)
     try:

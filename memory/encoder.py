@@ -26,10 +26,7 @@ class Encoder(Protocol):
 class SentenceEncoder:
     """A sentence-transformers model (`minilm`, a local path or a hub id), so many texts a forward pass.
 
-    Texts that come a few at a time (queries) are remembered.
-
-    Raises:
-        ModelError: If the model can't be found or loaded.
+    Texts that come a few at a time (queries) are remembered. A ModelError if the model can't be found or loaded.
     """
 
     def __init__(self, name: str = "minilm", batch_size: int = 64) -> None:

@@ -47,10 +47,8 @@ class Usage:
 def fill(template: str, **values: str) -> str:
     """Fill `{{name}}` places of a prompt in one pass, each value in a fence longer than any run of backticks in it.
 
-    One pass: a value that holds `{{other}}` stays text. A fence that the value can't close: it stays data.
-
-    Raises:
-        KeyError: If the template names a value that is not given.
+    One pass: a value that holds `{{other}}` stays text. A fence that the value can't close: it stays data. A KeyError
+    if the template names a value that is not given.
     """
 
     def place(match: re.Match[str]) -> str:
@@ -98,9 +96,7 @@ class Endpoint:
             check: Raises ValueError, in words that help the model, on a reply that obeys the schema but is wrong.
             unwritten: Words that the reply stands for (offsets instead of text); counted in `usage`.
 
-        Raises:
-            ReplyError: If every attempt fails validation.
-            EndpointError: If the endpoint can't be asked.
+        A ReplyError if every attempt fails validation; an EndpointError if the endpoint can't be asked.
         """
         messages: list[dict[str, str]] = [{"role": "user", "content": prompt}]
         reason = ""

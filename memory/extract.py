@@ -34,10 +34,8 @@ class LLMExtractor:
     """Asks a model; what it can't answer validly, the offline extractor answers, and it is counted.
 
     Every reply is cached by content: a build that was killed goes on where it was, and asks nothing twice. An endpoint
-    that is given is asked instead of the one that `config.llm` names.
-
-    Raises:
-        EndpointError: From any step, if the endpoint can't be asked.
+    that is given is asked instead of the one that `config.llm` names. An EndpointError from any step, if the endpoint
+    can't be asked.
     """
 
     def __init__(self, config: BuildConfig, endpoint: Endpoint | None = None) -> None:

@@ -81,9 +81,8 @@ class MemoryGraph:
         digest: Of what it was built from (data, configuration, encoder).
         folder: Where it was read from, if it was; an index that is not flat is kept there.
 
-    Raises:
-        ValueError: If vectors and records don't match, a message is not covered by any entry, or groups are no
-            partition of the entries.
+    A ValueError if vectors and records don't match, a message is not covered by any entry, or groups are no partition
+    of the entries.
     """
 
     def __init__(
@@ -124,8 +123,7 @@ class MemoryGraph:
     def search(self, query: str, k: int, exclude: Collection[str] = (), where: Filter | None = None) -> list[Link]:
         """Return the best k entries for a query that are not in `exclude` and meet `where`, by fused rank.
 
-        Raises:
-            ValueError: If k < 1.
+        A ValueError if k < 1.
         """
         if k < 1:
             raise ValueError(f"k = {k}: a search returns at least one entry")
@@ -157,11 +155,8 @@ class MemoryGraph:
 
         Each kind is a ranking of its own, of the entries so linked by cosine with the query, and of the next search
         hits; they are fused by reciprocal rank: what is linked in several ways comes first. (One ranking of all linked
-        entries reaches less: docs/results/memory.md.) `exclude` is what is never returned (all of W, and what was
-        shown before), `kinds` are some of `LINK_KINDS`, and every candidate meets `where`.
-
-        Raises:
-            ValueError: If a kind is unknown.
+        entries reaches less: docs/results/memory.md.) `exclude` is what is never returned (all of W, and what was shown
+        before), `kinds` are some of `LINK_KINDS`, and every candidate meets `where`. A ValueError if a kind is unknown.
         """
         if unknown := set(kinds) - set(LINK_KINDS):
             raise ValueError(f"unknown link kinds {sorted(unknown)}; choose from {', '.join(LINK_KINDS)}")

@@ -30,8 +30,7 @@ def cache_dir() -> Path:
 def resolve_model(name: str) -> str:
     """Turn a short name, a local path or a hub id into what `from_pretrained` takes.
 
-    Raises:
-        ModelError: If `name` looks like a path that does not exist, or like neither a short name nor a hub id.
+    A ModelError if `name` looks like a path that does not exist, or like neither a short name nor a hub id.
     """
     if name in PACKAGED:
         package, inside, hub = PACKAGED[name]
@@ -80,11 +79,7 @@ def _convert_gguf(name: str, gguf: Path) -> Path:
 
 
 def load_tokenizer(name: str) -> Any:
-    """Load the tokenizer of a chat model.
-
-    Raises:
-        ModelError: If there is none, or it has no chat template.
-    """
+    """Load the tokenizer of a chat model; a ModelError if there is none, or it has no chat template."""
     path = resolve_model(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -100,10 +95,8 @@ def load_tokenizer(name: str) -> Any:
 def load_language_model(name: str, dtype: str = "bfloat16", device: str | None = None) -> Any:
     """Load a causal language model in evaluation mode, by short name, local path or hub id.
 
-    `dtype` names one of torch's, such as `bfloat16` or `float32`; device None takes the GPU where there is one.
-
-    Raises:
-        ModelError: If it can't be found or loaded.
+    `dtype` names one of torch's, such as `bfloat16` or `float32`; device None takes the GPU where there is one. A
+    ModelError if it can't be found or loaded.
     """
     path = resolve_model(name)
     try:

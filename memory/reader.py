@@ -42,8 +42,7 @@ class LocalReader:
     def from_pretrained(cls, name: str, dtype: str = "bfloat16") -> "LocalReader":
         """Load a reader by a model's name (`smollm2-135m`), folder or hub id.
 
-        Raises:
-            ModelError: If it can't be found or loaded.
+        A ModelError if it can't be found or loaded.
         """
         return cls(load_language_model(name, dtype), load_tokenizer(name))
 
@@ -69,10 +68,7 @@ class LocalReader:
 
         The answer is the model's own greedy one, at most `answer_tokens` long; its end counts as a token. (xMemory's
         code takes the mean negative log-likelihood of the greedy tokens instead; the paper says predictive entropy.)
-        The context is left as it was.
-
-        Raises:
-            ValueError: If the text holds no token.
+        The context is left as it was. A ValueError if the text holds no token.
         """
         steps = self._greedy(context, text, self.answer_tokens)
         return sum(-(logp.exp() * logp).sum().item() for _, logp in steps) / len(steps)
@@ -85,8 +81,7 @@ class LocalReader:
     def likelihood(self, context: Context, text: str, answer: str) -> float:
         """Return exp of the mean log-probability of an answer's tokens after context and text, in (0, 1].
 
-        Raises:
-            ValueError: If text or answer hold no token.
+        A ValueError if text or answer hold no token.
         """
         length = context.length
         before, after = self._some(text), self._some(answer)

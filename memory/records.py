@@ -34,10 +34,7 @@ class Conversation:
     """Messages in order, with the notes that came with them (none for a user's own conversation).
 
     `id` is unique within the data set; `breaks` are ids of messages that open a segment whatever the clock says (a
-    document's headers).
-
-    Raises:
-        ValueError: If there is no message, an id occurs twice, or a note cites an unknown message.
+    document's headers). A ValueError if there is no message, an id occurs twice, or a note cites an unknown message.
     """
 
     id: str

@@ -40,10 +40,8 @@ class StoreError(ValueError):
 def save_graph(graph: MemoryGraph, directory: str | Path) -> None:
     """Write a graph into a directory, in one transaction; of a memory that grew, only what changed is written.
 
-    Readers see the state before or after, never between; a process that dies on the way leaves the state before.
-
-    Raises:
-        StoreError: If the directory holds other files, or the memory of another conversation, or can't be written.
+    Readers see the state before or after, never between; a process that dies on the way leaves the state before. A
+    StoreError if the directory holds other files, or the memory of another conversation, or can't be written.
     """
     directory = Path(directory)
     path = directory / FILE
@@ -107,9 +105,8 @@ def _write(database: sqlite3.Connection, graph: MemoryGraph) -> None:
 def load_graph(directory: str | Path, encoder: Encoder | None = None) -> MemoryGraph:
     """Read a graph back; without an encoder, the one that it was built with is loaded.
 
-    Raises:
-        StoreError: If the directory holds no memory, a foreign or a damaged file, a memory of another schema,
-            or one built with another encoder.
+    A StoreError if the directory holds no memory, a foreign or a damaged file, a memory of another schema, or one
+    built with another encoder.
     """
     path = Path(directory) / FILE
     if not path.is_file() or _blank(path):

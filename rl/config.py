@@ -48,15 +48,10 @@ class DataConfig:
 class WarmStartConfig:
     """Supervised learning on oracle picks before GRPO."""
 
-    rows: NonNegativeInt = (
-        800  #: Training rows: one is a question walked by the oracle from one k. 0 leaves the warm start out.
-    )
-    k: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (
-        2,
-        3,
-        5,
-        8,
-    )  #: First-search sizes that rows are made from.
+    #: Training rows: one is a question walked by the oracle from one k. 0 leaves the warm start out.
+    rows: NonNegativeInt = 800
+    #: First-search sizes that rows are made from.
+    k: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (2, 3, 5, 8)
     #: Share of rows on which the oracle stops at once. Unweighted it is about three quarters, and imitation then ends
     #: in always stopping.
     stop_share: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -69,10 +64,16 @@ class WarmStartConfig:
 class SamplingConfig:
     """How actions are sampled in training. Evaluation is greedy."""
 
+    engine: Literal["transformers", "vllm"] = "transformers"  #: What samples; evaluation is transformers' always.
+    server: str | None = None  #: With `vllm`: address of a running vLLM server; null runs vLLM in this process.
     temperature: PositiveFloat = 1.0  #: Of the softmax; log-probabilities are of the tempered distribution.
     max_action_tokens: Annotated[int, Field(ge=8)] = 24  #: An action longer than this is cut, and so unparsable.
     max_tokens: int = 2048  #: Of a whole transcript.
     replacements: NonNegativeInt = 2  #: How often a group whose rewards are all equal is replaced by another question.
+
+    def __post_init__(self) -> None:
+        if self.server is not None and self.engine != "vllm":
+            raise ValueError(f"sampling.server = {self.server!r} needs sampling.engine = vllm")
 
 
 @dataclass(frozen=True)

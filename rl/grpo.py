@@ -22,12 +22,14 @@ from cuewalk.env.actions import BAD_REASONS
 from cuewalk.judges import JudgeError, TrajectoryJudge, Verdict, covered, evidence_recall
 from cuewalk.rl.config import Config, ConfigError, check_options
 from cuewalk.rl.data import Memories
-from cuewalk.rl.rollout import Row, walk
+from cuewalk.rl.rollout import Row, Sampler, walk
 from cuewalk.rl.run import MetricsLog, run_trainer, trainer_defaults
 from cuewalk.rl.sampler import TransformersSampler
 from cuewalk.rl.scoring import score_actions
 from cuewalk.rl.transcript import Chat
+from cuewalk.rl.vllm_sampler import InProcess, Server, VLLMSampler
 
+WEIGHT_CAP = 3.0  # of an importance weight, as in TRL: a token that the sampler took for unlikely must not rule a step
 DEAD_CAUSES = ("one_trajectory", "all_malformed", "solved_at_start", "nothing_reachable", "equal_rewards")
 CLIPS = "one update a batch makes every ratio 1, so nothing is ever clipped"
 CUTS = "it would cut the distribution that is trained; the rollout samples from all of it"
@@ -39,7 +41,7 @@ INERT = {
     "max_completion_length": "set sampling.max_action_tokens and sampling.max_tokens",
     "mask_truncated_completions": "a cut action is bad text, counted and trained on",
     "num_iterations": "more than one update a batch is not supported: the shared forward pass needs ratio 1",
-    "use_vllm": "the rollout owns its sampler",
+    "use_vllm": "set sampling.engine",
     "shuffle_dataset": "questions are always shuffled",
     "num_train_epochs": "set grpo.max_steps",
     "output_dir": "set run_dir",
@@ -77,6 +79,7 @@ class Rollouts:
     chat: Chat
     judge: TrajectoryJudge
     log: dict[str, float] = field(default_factory=dict)
+    vllm: VLLMSampler | None = None  #: Made at the first step, with `sampling.engine` vllm.
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Return rows for TRL: prompt and completion ids, log-probabilities, mask, reward."""
@@ -86,9 +89,8 @@ class Rollouts:
         was_training = model.training
         model.eval()
         draw = random.Random(f"{self.config.seed}/{trainer.state.global_step}/{trainer.accelerator.process_index}")
-        generator = torch.Generator(model.device).manual_seed(draw.getrandbits(62))
         sampling = self.config.sampling
-        sampler = TransformersSampler(model, self.chat.end, sampling.max_action_tokens, sampling.temperature, generator)
+        sampler = self.sampler(model, trainer, draw)
         by_id = {question.id: question for question in self.tasks.questions}
         asked = [by_id[prompt[0]["question_id"]] for prompt in prompts[::size]]
         groups, replaced = self.collect(asked, size, sampler, draw), 0
@@ -117,9 +119,22 @@ class Rollouts:
             "walk_reward": [None if v is None else v.reward for group in groups for v in group.verdicts],
         }
 
-    def collect(
-        self, questions: Sequence[Question], size: int, sampler: TransformersSampler, draw: random.Random
-    ) -> list[Group]:
+    def sampler(self, model: Any, trainer: Any, draw: random.Random) -> Sampler:
+        """Return the configured engine with the policy's weights of this step."""
+        sampling = self.config.sampling
+        action = (self.chat.end, sampling.max_action_tokens)
+        if sampling.engine == "transformers":
+            generator = torch.Generator(model.device).manual_seed(draw.getrandbits(62))
+            return TransformersSampler(model, *action, sampling.temperature, generator)
+        if self.vllm is None:
+            rank, process = model.peft_config["default"].r, trainer.accelerator.process_index
+            engine = Server(sampling.server) if sampling.server else InProcess(self.config, rank)
+            folder, seed = Path(self.config.run_dir, "sampler", str(process)), f"{self.config.seed}/{process}"
+            self.vllm = VLLMSampler(engine, *action, folder, sampling.temperature, seed)
+        self.vllm.hand_over(model, trainer.state.global_step)
+        return self.vllm
+
+    def collect(self, questions: Sequence[Question], size: int, sampler: Sampler, draw: random.Random) -> list[Group]:
         """Walk and judge one group a question."""
         config, seeds = self.config, [draw.getrandbits(31) for _ in questions]
         envs = [[self.memories.env(question) for _ in range(size)] for question in questions]
@@ -178,17 +193,39 @@ def summarise(groups: Sequence[Group], causes: Counter[str], replaced: int) -> d
     }
 
 
+def importance_weights(trained: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return exp(trained - sampled), at most `WEIGHT_CAP`, of log-probabilities (B, T); 0 outside the mask."""
+    return (trained - sampled).masked_fill(~mask, -torch.inf).exp().clamp(max=WEIGHT_CAP)
+
+
 class WalkTrainer(GRPOTrainer):  # type: ignore[misc]
     """TRL's trainer with one private method replaced, pinned by a test: the scoring of tokens.
 
     Ours scores sampled tokens only, runs a group's prompt once, and skips rows without a sampled token that counts.
     """
 
+    corrects = False  #: The sampler's log-probabilities are not the trainer's: each token's loss is weighted.
+    _scored: torch.Tensor | None = None
+    _inputs: dict[str, Any] | None = None
+
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         self._scored = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
-        loss: torch.Tensor = super()._compute_loss(model, inputs)
-        self._scored = None
+        self._inputs = dict(inputs)
+        loss: torch.Tensor = super()._compute_loss(model, self._inputs)
+        self._scored = self._inputs = None
         return loss
+
+    def _correct(self, inputs: dict[str, Any], logps: torch.Tensor, scored: torch.Tensor) -> None:
+        """Weight the advantages token by token: TRL reads them after the scoring (its own way needs `use_vllm`)."""
+        weights = importance_weights(logps, inputs["sampling_per_token_logps"], scored)
+        inputs["advantages"] = inputs["advantages"].unsqueeze(1) * weights
+        differences = ((logps - inputs["sampling_per_token_logps"]) * scored).abs()
+        sums = torch.stack([differences.sum(), weights.sum(), scored.sum()])[None]
+        difference, weight, count = self.accelerator.gather(sums).sum(0).tolist()
+        log, most = self._metrics["train"], self.accelerator.gather(differences.max()[None]).max()
+        log["sampling/logp_difference_mean"].append(difference / max(count, 1))
+        log["sampling/logp_difference_max"].append(most.item())
+        log["sampling/weight_mean"].append(weight / max(count, 1))
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, *_: Any, **__: Any
@@ -196,8 +233,7 @@ class WalkTrainer(GRPOTrainer):  # type: ignore[misc]
         """Return log-probabilities and entropies, (B, logits_to_keep); 0 where no token counts."""
         rows = range(len(input_ids))
         prompt_mask, completion_mask = attention_mask[:, :-logits_to_keep], attention_mask[:, -logits_to_keep:]
-        scored: torch.Tensor | None = getattr(self, "_scored", None)
-        scored = completion_mask.bool() if scored is None else scored
+        scored = completion_mask.bool() if self._scored is None else self._scored
         prompts = [input_ids[row, :-logits_to_keep][prompt_mask[row].bool()] for row in rows]
         lengths = completion_mask.sum(1).tolist()
         completions = [input_ids[row, -logits_to_keep:][: lengths[row]] for row in rows]
@@ -210,8 +246,12 @@ class WalkTrainer(GRPOTrainer):  # type: ignore[misc]
         whole = torch.zeros(scored.shape, device=input_ids.device)
         logps, entropies = (torch.cat(list(values)) for values in found)
         if nothing:
-            return whole + 0.0 * logps.sum(), whole, None
-        return whole.masked_scatter(scored, logps), whole.masked_scatter(scored, entropies), None
+            logps, entropies = whole + 0.0 * logps.sum(), whole
+        else:
+            logps, entropies = whole.masked_scatter(scored, logps), whole.masked_scatter(scored, entropies)
+        if self.corrects and self._inputs is not None:
+            self._correct(self._inputs, logps.detach(), scored)
+        return logps, entropies, None
 
 
 def prepare_arguments(config: Config, run: Path, questions: int) -> GRPOConfig:
@@ -220,8 +260,8 @@ def prepare_arguments(config: Config, run: Path, questions: int) -> GRPOConfig:
     A ConfigError if a setting is unknown, does nothing here, or asks for more questions a step than there are.
     """
     check_options(config.grpo, GRPOConfig, "grpo")
-    for key, reason in INERT.items():
-        if key in config.grpo:
+    for key in config.grpo:
+        if reason := INERT.get(key) or ("the rollout owns its engine" if key.startswith("vllm_") else ""):
             raise ConfigError(f"config: grpo.{key} has no effect here: {reason}; remove it")
     defaults = {
         "learning_rate": 1e-4,
@@ -271,6 +311,7 @@ def train_grpo(config: Config, run: Path, model: Any, rollouts: Rollouts) -> Non
         processing_class=rollouts.chat.tokenizer,
         callbacks=[MetricsLog(run / "metrics.jsonl", "grpo")],
     )
+    trainer.corrects = config.sampling.engine == "vllm"
     run_trainer(trainer, run / "trained")
 
 

@@ -2,14 +2,29 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from cuewalk.env import RetrievalEnv, Trajectory
 from cuewalk.env.environment import step_together
 from cuewalk.rl.config import SamplingConfig
 from cuewalk.rl.grammar import allowed_ids
-from cuewalk.rl.sampler import TransformersSampler
+from cuewalk.rl.sampler import Allowed, TransformersSampler
 from cuewalk.rl.transcript import Chat, TranscriptError
+
+
+class Sampler(Protocol):
+    """An engine that samples for rows side by side; `TransformersSampler` says what each method does."""
+
+    tokens: int  #: Computed so far.
+
+    def begin(self, prompts: Sequence[Sequence[int]], copies: int) -> None:
+        """Start `copies` rows from each prompt."""
+
+    def act(self, allowed: Sequence[Allowed] | None = None) -> tuple[list[list[int]], list[list[float]]]:
+        """Return an action a row: ids and log-probabilities."""
+
+    def observe(self, rows: Sequence[int], observations: Sequence[Sequence[int]]) -> None:
+        """Keep these rows, and append what was observed."""
 
 
 @dataclass(slots=True)
@@ -44,7 +59,7 @@ class Row:
 
 def walk(
     groups: Sequence[Sequence[RetrievalEnv]],
-    sampler: TransformersSampler,
+    sampler: Sampler,
     chat: Chat,
     *,
     max_tokens: int,

@@ -25,6 +25,7 @@ from cuewalk.rl.ranker import fit_ranker
 from cuewalk.rl.run import last_step, open_run
 from cuewalk.rl.scoring import check_model
 from cuewalk.rl.transcript import Chat
+from cuewalk.rl.vllm_sampler import check_vllm
 from cuewalk.rl.warm_start import teach_rows, warm_start
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -34,7 +35,7 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 def train(config: Config) -> Path:
     """Run a whole training job and return its run directory.
 
-    A ConfigError, DataError, ModelError or StoreError before any training, with what to do.
+    A ConfigError, DataError, ModelError, SamplerError or StoreError before any training, with what to do.
     """
     tasks = select(load_part(config.data, "train"), evidence=True, clean=True)
     if not tasks.questions:
@@ -49,6 +50,8 @@ def train(config: Config) -> Path:
     check_judge(config, judge)
     chat = Chat(load_tokenizer(config.model))
     state = PartialState(cpu=not torch.cuda.is_available())
+    if config.sampling.engine == "vllm":
+        check_vllm(config.sampling.server, state.num_processes)
     with state.main_process_first():
         run = open_run(config)
     wants_more = 0 < last_step(run / "grpo") < arguments.max_steps

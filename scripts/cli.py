@@ -21,6 +21,7 @@ from cuewalk.rl.data import load_graphs, load_part, rank_of
 from cuewalk.rl.export import ExportError, export_policy
 from cuewalk.rl.oracle import searching_oracle
 from cuewalk.rl.transcript import TranscriptError
+from cuewalk.rl.vllm_sampler import SamplerError
 
 DESCRIPTION = """Train a small language model to walk an agent's memory: expand, refine or stop, under a budget.
 
@@ -37,7 +38,8 @@ Any setting can be overridden after the command: env.budget=4 grpo.max_steps=50 
 """
 
 MENDABLE = (
-    ConfigError, DataError, EndpointError, ExportError, JudgeError, ModelError, StoreError, TranscriptError
+    ConfigError, DataError, EndpointError, ExportError, JudgeError, ModelError, SamplerError, StoreError,
+    TranscriptError,
 )  # fmt: skip
 
 
@@ -104,7 +106,7 @@ def _build(options: argparse.Namespace) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from cuewalk.memory.inspection import draw, report
+    from cuewalk.scripts.inspection import draw, report
 
     graph = load_graph(options.directory)
     print(report(graph, options.samples))

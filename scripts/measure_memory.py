@@ -25,12 +25,12 @@ from cuewalk.memory import LINK_KINDS, BuildConfig, MemoryGraph, SentenceEncoder
 from cuewalk.memory.context import FORMS, context_sources, render_context
 from cuewalk.memory.groups import GroupConfig, Groups, objective
 from cuewalk.memory.hierarchy import expand_while_surer, select_backbone
-from cuewalk.memory.inspection import describe
 from cuewalk.memory.models import load_tokenizer
 from cuewalk.memory.reader import LocalReader
 from cuewalk.rl.baselines import run_scripted
 from cuewalk.rl.oracle import oracle_action
 from cuewalk.rl.statistics import compare
+from cuewalk.scripts.inspection import describe
 from cuewalk.scripts.results import measure, table
 
 CAP = 24

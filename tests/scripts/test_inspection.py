@@ -1,6 +1,6 @@
 from cuewalk.memory import BuildConfig, build_graph
 from cuewalk.memory.groups import GroupConfig
-from cuewalk.memory.inspection import describe, draw, report
+from cuewalk.scripts.inspection import describe, draw, report
 
 
 def test_a_memory_is_described_by_exact_counts(conversation, encoder):
