@@ -283,7 +283,7 @@ def step() -> list[Row]:
     ours = [partial(sample_ours, model, groups), partial(train_ours, inputs)]
     usual = [partial(sample_usually, model, groups), partial(train_usually, inputs)]
     bare = [partial(sample_bare, model, groups), partial(train_bare, groups)]
-    tasks = [lambda both=both: [part() for part in both] for both in (ours, usual, bare)]  # type: ignore[misc]
+    tasks = [lambda both=both: [part() for part in both] for both in (ours, usual, bare)]
     seconds = race(tasks, ROUNDS)
     return [{"benchmark": "step, 1 x 8, 3 turns", "unit": "groups/hour", "ours": 3600 / seconds[0],
              "baseline": 3600 / seconds[1], "floor": 3600 / seconds[2], "vs_baseline": seconds[1] / seconds[0],
@@ -384,7 +384,7 @@ def search() -> list[Row]:
         found = [[i for i, _ in index.search("", query)] for query in queries]
         bare = [flat.search(query[None], 200)[1][0].tolist() for query in queries]
         ways = [partial(index.search, ""), lambda query, flat=flat: flat.search(query[None], 200)]
-        seconds = race([lambda way=way: [way(query) for query in queries] for way in ways], 5)  # type: ignore[misc]
+        seconds = race([lambda way=way, qs=queries: [way(query) for query in qs] for way in ways], 5)  # type: ignore[misc]
         rows.append({"benchmark": f"dense search, {count} vectors", "unit": "queries/s", "ours": 20 / seconds[0],
                      "floor": 20 / seconds[1], "vs_floor": seconds[1] / seconds[0],
                      "same": float(found == bare)})  # fmt: skip
