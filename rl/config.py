@@ -70,6 +70,8 @@ class SamplingConfig:
     max_action_tokens: Annotated[int, Field(ge=8)] = 24  #: An action longer than this is cut, and so unparsable.
     max_tokens: int = 2048  #: Of a whole transcript.
     replacements: NonNegativeInt = 2  #: How often a group whose rewards are all equal is replaced by another question.
+    #: Added to STOP's score where a served policy begins an action; an evaluation says which is best on validation.
+    stop_offset: float = 0.0
 
     def __post_init__(self) -> None:
         if self.server is not None and self.engine != "vllm":

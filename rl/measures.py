@@ -59,9 +59,11 @@ def measure_walk(graph: MemoryGraph, trajectory: Trajectory, gold: Gold, reward:
     """Measure how a trajectory went.
 
     `stop_when_complete` and `go_when_incomplete` are the shares of right decisions where W held all the evidence, and
-    where it did not; the mean of the two over questions is the balanced accuracy of stopping.
+    where it did not; the mean of the two over questions is the balanced accuracy of stopping. `stop_early`: it stopped
+    while evidence was missing; `stop_late`: it went on although none was; `complete_at_start`: W_0 held it all.
     """
     working, right = list(trajectory.first), {True: list[bool](), False: list[bool]()}
+    solved = evidence_recall(graph, working, gold) == 1.0
     for step in trajectory.steps:
         complete = evidence_recall(graph, working, gold) == 1.0
         right[complete].append((step.kind == "stop") == complete)
@@ -74,5 +76,8 @@ def measure_walk(graph: MemoryGraph, trajectory: Trajectory, gold: Gold, reward:
         "bad_actions": float(len(trajectory.bad)),
         "stop_when_complete": float(np.mean(right[True])) if right[True] else None,
         "go_when_incomplete": float(np.mean(right[False])) if right[False] else None,
+        "stop_early": float(trajectory.ending == "stopped" and evidence_recall(graph, working, gold) < 1.0),
+        "stop_late": float(not all(right[True])),
+        "complete_at_start": float(solved),
         **{f"ended_{ending}": float(trajectory.ending == ending) for ending in ("stopped", "budget", "malformed")},
     }

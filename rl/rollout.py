@@ -16,6 +16,7 @@ class Sampler(Protocol):
     """An engine that samples for rows side by side; `TransformersSampler` says what each method does."""
 
     tokens: int  #: Computed so far.
+    margins: list[float]  #: By how much STOP led at each row's last action; empty where the engine does not tell.
 
     def begin(self, prompts: Sequence[Sequence[int]], copies: int) -> None:
         """Start `copies` rows from each prompt."""
@@ -36,6 +37,7 @@ class Row:
     completion: list[int] = field(default_factory=list)  #: Actions and observations in turn; ends with an action.
     mask: list[int] = field(default_factory=list)  #: 1 on sampled ids, 0 on observations; as long as `completion`.
     logps: list[float] = field(default_factory=list)  #: The sampler's log-probabilities; 0.0 on observations.
+    margins: list[float] = field(default_factory=list)  #: The sampler's of STOP, one an action, where it notes them.
 
     @property
     def trajectory(self) -> Trajectory:
@@ -92,6 +94,8 @@ def walk(
     while live:
         rules = None if grammar_tokens is None else [allowed_ids(chat, row.env, grammar_tokens) for row in live]
         actions, logps = sampler.act(rules)
+        for row, margin in zip(live, sampler.margins, strict=False):
+            row.margins.append(margin)
         answers: dict[int, list[int]] = {}
         stepped = step_together([row.env for row in live], [chat.read(ids) for ids in actions])
         for place, (row, ids, (observation, _, ended, _, _)) in enumerate(zip(live, actions, stepped, strict=True)):
@@ -111,6 +115,7 @@ def walk_greedily(
 ) -> list[Row]:
     """Walk one environment a question as a policy is served: the likeliest actions, letters in order."""
     limit = sampling.max_action_tokens
-    sampler, rules = TransformersSampler(model, chat.end, limit, temperature=0), limit if grammar else None
+    stop = (chat.action("STOP")[0], sampling.stop_offset)
+    sampler, rules = TransformersSampler(model, chat.end, limit, 0, None, *stop), limit if grammar else None
     groups = walk([[env] for env in envs], sampler, chat, max_tokens=sampling.max_tokens, grammar_tokens=rules)
     return [row for (row,) in groups]

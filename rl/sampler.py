@@ -25,7 +25,8 @@ class TransformersSampler:
     unequal length need no padding among them, and one that has ended costs nothing. An action's last id is computed
     together with the observation that follows it, for no decision hangs on it before. An action ends with the id
     `end`, or is cut after `max_action_tokens`. Temperature 0 takes the likeliest id (log-probabilities are then at
-    temperature 1); any other needs a generator.
+    temperature 1); any other needs a generator. `stop_offset` is added to the score of the id `stop` where an action
+    begins, after `margins` noted by how much it is above the best other.
     """
 
     model: Any
@@ -33,11 +34,14 @@ class TransformersSampler:
     max_action_tokens: int
     temperature: float = 1.0
     generator: torch.Generator | None = None
+    stop: int | None = None
+    stop_offset: float = 0.0
 
     def __post_init__(self) -> None:
         if self.temperature > 0 and self.generator is None:
             raise ValueError("sampling at a temperature needs a generator; pass temperature=0 for the likeliest action")
         self.tokens = self.padding = 0  # computed, and computed for nothing
+        self.margins: list[float] = []
         self._decoder, self._head = decoder_and_head(self.model)
 
     @torch.no_grad()
@@ -66,6 +70,12 @@ class TransformersSampler:
                     may = allowed[row](ids[row])
                     kept = slice(None) if may is None else may
                     logits[place, kept] = free[place, kept]
+            if self.stop is not None and not ids[open_rows[0]]:
+                others, stop = logits.clone(), logits[:, self.stop].clone()
+                others[:, self.stop] = -torch.inf
+                self.margins = (stop - others.amax(1)).tolist()
+                others[:, self.stop] = stop + self.stop_offset
+                logits = others
             scores = (logits.float() / (self.temperature or 1.0)).log_softmax(-1)
             if self.temperature:
                 chosen = torch.multinomial(scores.exp(), 1, generator=self.generator).squeeze(1)

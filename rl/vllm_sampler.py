@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,7 @@ class VLLMSampler:
     folder: Path  #: For the adapter alone, emptied each time; a server must be able to read it.
     temperature: float = 1.0
     seed: str = ""  #: With the step it decides what is sampled.
+    margins: list[float] = field(default_factory=list)  #: Not told.
 
     def hand_over(self, model: Any, step: int) -> None:
         """Give vLLM the model's adapter as it is now, and `check` it.

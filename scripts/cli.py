@@ -169,7 +169,7 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from cuewalk.rl.evaluate import evaluate
+    from cuewalk.scripts.evaluate import evaluate
     from cuewalk.scripts.report import same_questions, table, write_report
 
     config = load_config(options.config, options.overrides)

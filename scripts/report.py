@@ -25,6 +25,8 @@ COLUMNS = {
     "steps": "steps",
     "ended_stopped": "stopped",
     "ended_malformed": "malformed",
+    "stop_early": "too early",
+    "stop_late": "too late",
 }
 
 
@@ -93,6 +95,17 @@ def markdown(result: dict[str, Any]) -> str:
         )
         for c in result["comparisons"]
     ]
+    if result.get("stopping"):
+        parts += [
+            "## Knowing when to stop",
+            "At the first state: does a policy's score for STOP tell whether the evidence is complete? Balanced "
+            "accuracy at the threshold that is best on validation. `top_score` is the rule that stops where the best "
+            "candidate scores low. Offsets on STOP chosen on validation for the reward: "
+            + ", ".join(f"{curve['policy']} {curve['chosen']:+.2f}" for curve in result["curves"]) + ".",
+            _markdown_table(("policy", "AUROC", "balanced accuracy"), [
+                (row["policy"], _number(row["auroc"]), _number(row["balanced_accuracy"])) for row in result["stopping"]
+            ]),
+        ]  # fmt: skip
     titles = ("metric", "a − b", "difference", "t interval", "question interval", "n", "by conversation")
     parts += [
         "## recall@8 by category",
@@ -115,6 +128,9 @@ def plot_entries(result: dict[str, Any], path: Path) -> None:
     axes.plot(search["entries"], search["evidence_recall"], color="0.6", marker=".", label="search, top k")
     for place, row in enumerate(rows.drop(search.index).itertuples()):
         axes.plot(row.entries, row.evidence_recall, "osD^vP*X"[place % 8], label=row.policy)
+    for curve in result.get("curves", []):
+        points = pd.DataFrame(curve["points"])
+        axes.plot(points["entries"], points["evidence_recall"], lw=1, label=f"{curve['policy']}, offsets on STOP")
     axes.set(xlabel="entries in the working set (mean)", ylabel="share of the evidence found")
     axes.set_title(f"{result['name']}: recall against entries, n = {rows['n'][0]}", fontsize=10)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))

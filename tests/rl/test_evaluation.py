@@ -1,4 +1,6 @@
+import itertools
 import json
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -7,12 +9,16 @@ from scipy import stats
 
 from cuewalk.env import EnvConfig, Gold, Question, RetrievalEnv, Tasks
 from cuewalk.memory import Link
+from cuewalk.memory.models import load_language_model
 from cuewalk.rl import Config, baselines
-from cuewalk.rl.evaluate import COLUMNS, summarise
+from cuewalk.rl.config import SamplingConfig
+from cuewalk.rl.curve import Served, choose_offset, serve_curves, stopping
 from cuewalk.rl.measures import measure_entries, measure_walk
 from cuewalk.rl.oracle import oracle_action
 from cuewalk.rl.ranker import FEATURES, Ranker, expand_likely, features, fit_ranker
+from cuewalk.rl.rollout import walk_greedily
 from cuewalk.rl.statistics import compare
+from cuewalk.scripts.evaluate import COLUMNS, summarise
 from cuewalk.scripts.report import markdown
 
 RULES = EnvConfig(k=1, budget=3, frontier_cap=4, new_lines=1)
@@ -52,6 +58,7 @@ def test_a_walk_is_measured_by_its_ending_and_cost(graph, question, gold):
     assert measure_walk(graph, trajectory, gold, 0.25) == {
         "reward": 0.25, "steps": 1.0, "cost": 3.0, "budget": 3.0, "bad_actions": 0.0,
         "stop_when_complete": None, "go_when_incomplete": 1.0,
+        "stop_early": 0.0, "stop_late": 0.0, "complete_at_start": 0.0,
         "ended_stopped": 0.0, "ended_budget": 1.0, "ended_malformed": 0.0,
     }  # fmt: skip
 
@@ -61,12 +68,13 @@ def test_stopping_is_right_when_all_is_there_and_only_then(graph, question):
         gold = Gold("x", evidence, 4)
         trajectory = baselines.run_scripted(policy, RetrievalEnv(graph, question, RULES), gold)
         found = measure_walk(graph, trajectory, gold, 0.0)
-        return found["stop_when_complete"], found["go_when_incomplete"]
+        keys = ("stop_when_complete", "go_when_incomplete", "stop_early", "stop_late", "complete_at_start")
+        return tuple(found[key] for key in keys)
 
-    assert measured(baselines.expand_top(0), "m1") == (1.0, None)
-    assert measured(baselines.expand_top(0), "m2") == (None, 0.0)  # too early
-    assert measured(baselines.expand_top(1), "m1") == (0.5, None)  # too late, then right
-    assert measured(oracle_action, "m1", "m2") == (1.0, 1.0)
+    assert measured(baselines.expand_top(0), "m1") == (1.0, None, 0.0, 0.0, 1.0)
+    assert measured(baselines.expand_top(0), "m2") == (None, 0.0, 1.0, 0.0, 0.0)
+    assert measured(baselines.expand_top(1), "m1") == (0.5, None, 0.0, 1.0, 1.0)  # too late, then right
+    assert measured(oracle_action, "m1", "m2") == (1.0, 1.0, 0.0, 0.0, 0.0)
 
 
 def test_scripted_policies_do_what_their_names_say(graph, question, gold):
@@ -229,3 +237,45 @@ def test_means_are_of_what_is_known_and_pairs_of_what_both_have(conversation, tm
     assert (metric, a, b, n, difference) == ("recall_at_8", "trained", "stop", 2, 0.75)
     assert result["data"]["n_clean"] == 2 and result["data"]["asked"] == ["toy:0", "toy:1"]
     json.dumps(result)
+
+
+def test_every_cut_of_one_walk_is_the_walk_the_policy_takes_with_that_offset(
+    graph, question, tiny_model, chat, monkeypatch
+):
+    """Under the grammar, so that a random model acts: what is derived equals decoding anew under each offset."""
+    model = load_language_model(str(tiny_model), "float32", device="cpu")
+    rules = EnvConfig(k=1, budget=6, frontier_cap=4, new_lines=1)
+    others = [question, Question("toy:2", "toy", "Who has a garden?")]
+    make = lambda: [RetrievalEnv(graph, asked, rules) for asked in others]  # noqa: E731
+    lawful = partial(walk_greedily, grammar=True)
+    monkeypatch.setattr("cuewalk.rl.curve.walk_greedily", lawful)
+    served = serve_curves(make, model, chat, SamplingConfig(max_action_tokens=8))
+    margins = sorted(margin for walk in served for margin in walk.margins)
+    between = [(a + b) / 2 for a, b in itertools.pairwise(margins)]
+    seen = set()
+    for offset in [0.0, -min(margins) + 1, -max(margins) - 1, *(-middle for middle in between)]:
+        rows = lawful(make(), model, chat, SamplingConfig(max_action_tokens=8, stop_offset=offset))
+        for row, walk in zip(rows, served, strict=True):
+            place = walk.place(offset)
+            assert row.trajectory == walk.walks[place]
+            assert len(row.prompt) + len(row.completion) == walk.tokens[place]
+            seen.add(place)
+    assert len(seen) > 2
+
+
+def walk_with(margins):
+    return Served(tuple(range(len(margins) + 1)), tuple(range(len(margins) + 1)), margins)
+
+
+def test_an_offset_stops_before_the_first_action_where_stop_then_leads():
+    walk = walk_with((-2.0, -0.5, 1.0))
+    assert [walk.place(offset) for offset in (-2.0, 0.0, 0.75, 3.0)] == [3, 2, 1, 0]
+    rewards = [[0.0, 0.3, 0.1, -0.1]]
+    assert 0.5 < choose_offset([walk], rewards) <= 2.0  # one action and then to stop pays best
+    assert choose_offset([walk], [[0.1] * 4]) == 0.0  # of equals the nearest to none
+
+
+def test_stopping_is_told_by_ranks_and_by_the_threshold_of_validation():
+    val = [0.9, 0.8, 0.2, 0.1], [True, True, False, False]
+    assert stopping(val, ([0.85, 0.3, 0.79], [True, False, True])) == {"auroc": 1.0, "balanced_accuracy": 0.75}
+    assert stopping(val, ([0.5], [True])) == {"auroc": None, "balanced_accuracy": None}

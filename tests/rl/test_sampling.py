@@ -202,7 +202,7 @@ def test_a_transcript_that_is_too_long_says_what_to_lower(model, chat, graph, qu
 @pytest.mark.slow
 def test_parity_holds_for_the_real_model(graph):
     model = load_language_model("smollm2-135m", "float32", device="cpu")
-    check_model(model)
+    check_model(model, 2048)
     rows, _ = uneven_rows(model)
     with torch.no_grad():
         scored, _ = score_actions(model, *tensors(rows))

@@ -2,8 +2,8 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,14 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
-from cuewalk.env import Question, Tasks, Trajectory
+from cuewalk.env import Question, RetrievalEnv, Tasks, Trajectory
 from cuewalk.env.tasks import DataError, select, splits
-from cuewalk.judges import TrajectoryJudge
+from cuewalk.judges import TrajectoryJudge, evidence_recall
 from cuewalk.memory import SentenceEncoder
 from cuewalk.memory.models import load_language_model, load_tokenizer
 from cuewalk.rl import baselines
 from cuewalk.rl.config import Config, ConfigError
+from cuewalk.rl.curve import OFFSETS, Served, choose_offset, serve_curves, stopping
 from cuewalk.rl.data import Memories, load_graphs, load_part, rank_of
 from cuewalk.rl.measures import measure_entries, measure_walk
 from cuewalk.rl.oracle import oracle_action, searching_oracle
@@ -62,6 +63,50 @@ class Bench:
         rows = walk_greedily(envs, model, self.chat, self.config.sampling, grammar=grammar)
         return [(row.trajectory, len(row.prompt) + len(row.completion)) for row in rows]
 
+    def curves(self, policy: str, model: Any, questions: Sequence[Question]) -> dict[str, Served]:
+        """Walk a policy's whole curve, question by question."""
+        found: dict[str, Served] = {}
+        size = self.config.evaluation.batch
+        for start in tqdm(range(0, len(questions), size), desc=policy, unit="batch", disable=None):
+            asked = questions[start : start + size]
+            make = partial(_environments, self.memories, asked)
+            walks = serve_curves(make, model, self.chat, self.config.sampling)
+            found |= {question.id: walk for question, walk in zip(asked, walks, strict=True)}
+        return found
+
+    def rewards(self, walk: Served) -> list[float]:
+        """Return the judge's reward for each cut of a walk."""
+        question = walk.walks[0].question
+        graph, gold = self.memories.graphs[question.conversation_id], self.tasks.gold[question.id]
+        return [self.judge.score(cut, graph, gold).reward for cut in walk.walks]
+
+    def points(self, served: Mapping[str, Served]) -> list[dict[str, float]]:
+        """Return a policy's curve: means over the questions by offset on STOP."""
+        rows = []
+        for offset in OFFSETS:
+            for walk in served.values():
+                cut = walk.walks[walk.place(offset)]
+                graph, gold = self.memories.graphs[cut.question.conversation_id], self.tasks.gold[cut.question.id]
+                tokens = sum(self.chat.count(graph.entries[entry].value) for entry in cut.working)
+                found = {"entries": len(cut.working), "evidence_recall": evidence_recall(graph, cut.working, gold)}
+                rows.append({"offset": offset, **found, "context_tokens": tokens})
+        means: list[dict[str, float]] = pd.DataFrame(rows).groupby("offset").mean().reset_index().to_dict("records")
+        return means
+
+    def scores(self, kind: str | None, served: Mapping[str, Served]) -> tuple[list[float], list[bool]]:
+        """Return what speaks for stopping at the first state, and whether that is right, by question.
+
+        The margin of STOP, or (None) how low the best candidate scores: the rule that a policy must beat.
+        """
+        found: tuple[list[float], list[bool]] = ([], [])
+        for walk in served.values():
+            env = self.memories.env(walk.walks[0].question)
+            env.reset()
+            best = max((link.score for _, link in env.state.frontier), default=0.0)
+            found[0].append(walk.margins[0] if kind else -best)
+            found[1].append(evidence_recall(env.graph, walk.walks[0].working, self.tasks.gold[env.question.id]) == 1.0)
+        return found
+
     def measure(
         self, policy: str, questions: Sequence[Question], retrieve: Callable[..., list[Found]], batch: int = 1
     ) -> list[tuple[str, str, str, float | None]]:
@@ -84,6 +129,16 @@ class Bench:
                     rows += [(policy, question.id, name, value) for name, value in measures.items()]
                 bar.update(len(asked))
         return rows
+
+
+def _environments(memories: Memories, questions: Sequence[Question]) -> list[RetrievalEnv]:
+    return [memories.env(question) for question in questions]
+
+
+def _cut(served: Mapping[str, Served], offset: float, questions: Sequence[Question]) -> list[Found]:
+    """Return where each walk ends with this offset on STOP, and its tokens."""
+    places = [(served[question.id], served[question.id].place(offset)) for question in questions]
+    return [(walk.walks[place], walk.tokens[place]) for walk, place in places]
 
 
 def evaluate(config: Config) -> dict[str, Any]:
@@ -123,13 +178,26 @@ def evaluate(config: Config) -> dict[str, Any]:
     from cuewalk.rl.train import load_adapter  # peft is loaded only where an adapter is
 
     base = partial(load_language_model, config.model, config.dtype)
-    adapters = [name for name in ("warm_start", "trained") if (run / name / "adapter_config.json").exists()]
-    models = {"untrained": base, "untrained_grammar": base}
-    models |= {name: partial(load_adapter, config, run / name) for name in adapters}
-    for name, load in models.items():
-        serve = partial(bench.serve, load(), name == "untrained_grammar")
+    for name in ("untrained", "untrained_grammar"):
+        serve = partial(bench.serve, base(), name == "untrained_grammar")
         measured += bench.measure(name, asked, serve, config.evaluation.batch)
-    return summarise(bench, pd.DataFrame(measured, columns=COLUMNS), [question.id for question in asked])
+    on_val, curves, stops = replace(bench, tasks=val), list[dict[str, Any]](), list[dict[str, Any]]()
+    for name in ("warm_start", "trained"):
+        if (run / name / "adapter_config.json").exists():
+            model = load_adapter(config, run / name)
+            tried, served = on_val.curves(f"{name}, validation", model, val.questions), bench.curves(name, model, asked)
+            offset = choose_offset(list(tried.values()), [on_val.rewards(walk) for walk in tried.values()])
+            for label, chosen in ((name, config.sampling.stop_offset), (f"{name}+offset", offset)):
+                measured += bench.measure(label, asked, partial(_cut, served, chosen), config.evaluation.batch)
+            curves.append({"policy": name, "chosen": offset, "points": bench.points(served)})
+            if not stops:
+                stops.append(
+                    {"policy": "top_score", **stopping(on_val.scores(None, tried), bench.scores(None, served))}
+                )
+            lead = [side.scores("margin", walks) for side, walks in ((on_val, tried), (bench, served))]
+            stops.append({"policy": name, **stopping(*lead)})
+    result = summarise(bench, pd.DataFrame(measured, columns=COLUMNS), [question.id for question in asked])
+    return result | {"curves": curves, "stopping": stops}
 
 
 def choose_threshold(ranker: Ranker, val: Tasks, memories: Memories, judge: TrajectoryJudge) -> float:
@@ -172,7 +240,8 @@ def summarise(bench: Bench, measured: pd.DataFrame, asked: Sequence[str]) -> dic
     conversation = {question.id: question.conversation_id for question in tasks.questions}
     by_question = measured.pivot(index="question", columns=["measure", "policy"], values="value")
     comparisons = []
-    pairs = [("trained", other) for other in ("stop", "top_k=8", "untrained_grammar", "ranker", "warm_start")]
+    rivals = ("stop", "top_k=8", "untrained_grammar", "expand_top=3", "ranker", "warm_start", "warm_start+offset")
+    pairs = [(a, b) for a in ("trained", "trained+offset") for b in rivals if a != b]
     for a, b in [*pairs, ("ranker", "top_k=8"), ("oracle", "stop")]:
         for metric in COMPARED:
             both = by_question.reindex(columns=[(metric, a), (metric, b)]).dropna()
