@@ -1,6 +1,7 @@
 """Evaluation on held-out conversations: every policy in one table, measured by the same functions."""
 
 import hashlib
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,32 @@ COLUMNS = ("policy", "question", "measure", "value")
 
 TOP_K = (5, 8, 10, 20)
 COMPARED = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward")
+
+
+class Altered(Chat):
+    """A transcript that differs from what the environment says: a control on what a policy reads."""
+
+    def __init__(self, tokenizer: Any, alter: Callable[[str], str]) -> None:
+        super().__init__(tokenizer)
+        self.alter = alter
+
+    def first(self, observation: str) -> list[int]:
+        """Return the altered prompt."""
+        return super().first(self.alter(observation))
+
+    def following(self, observation: str) -> list[int]:
+        """Return the altered observation."""
+        return super().following(self.alter(observation))
+
+
+def no_text(observation: str) -> str:
+    """Blank the candidates: speaker and text go; score, link and letter stay."""
+    return re.sub(r"^.* (\d[a-z] [A-Za-z])$", r"… \1", observation, flags=re.M)
+
+
+def other_question(observation: str) -> str:
+    """Ask something that the candidates were not found for."""
+    return re.sub(r"^Question: .*$", "Question: What colour is the neighbour's bicycle?", observation, flags=re.M)
 
 
 @dataclass(frozen=True)
@@ -74,11 +101,16 @@ class Bench:
             found |= {question.id: walk for question, walk in zip(asked, walks, strict=True)}
         return found
 
-    def rewards(self, walk: Served) -> list[float]:
-        """Return the judge's reward for each cut of a walk."""
-        question = walk.walks[0].question
-        graph, gold = self.memories.graphs[question.conversation_id], self.tasks.gold[question.id]
-        return [self.judge.score(cut, graph, gold).reward for cut in walk.walks]
+    def best(self, served: Sequence[Served]) -> tuple[float, float]:
+        """Return the offset on STOP with the best mean reward, and that reward."""
+        rewards = []
+        for walk in served:
+            question = walk.walks[0].question
+            graph, gold = self.memories.graphs[question.conversation_id], self.tasks.gold[question.id]
+            rewards.append([self.judge.score(cut, graph, gold).reward for cut in walk.walks])
+        offset = choose_offset(served, rewards)
+        paid = [own[walk.place(offset)] for walk, own in zip(served, rewards, strict=True)]
+        return offset, sum(paid) / len(paid)
 
     def points(self, served: Mapping[str, Served]) -> list[dict[str, float]]:
         """Return a policy's curve: means over the questions by offset on STOP."""
@@ -181,12 +213,18 @@ def evaluate(config: Config) -> dict[str, Any]:
     for name in ("untrained", "untrained_grammar"):
         serve = partial(bench.serve, base(), name == "untrained_grammar")
         measured += bench.measure(name, asked, serve, config.evaluation.batch)
-    on_val, curves, stops = replace(bench, tasks=val), list[dict[str, Any]](), list[dict[str, Any]]()
+    on_val = replace(bench, tasks=val)
+    curves, stops, controls = (list[dict[str, Any]]() for _ in range(3))
     for name in ("warm_start", "trained"):
         if (run / name / "adapter_config.json").exists():
             model = load_adapter(config, run / name)
             tried, served = on_val.curves(f"{name}, validation", model, val.questions), bench.curves(name, model, asked)
-            offset = choose_offset(list(tried.values()), [on_val.rewards(walk) for walk in tried.values()])
+            offset, paid = on_val.best(list(tried.values()))
+            controls.append({"policy": name, "control": None, "reward": paid})
+            for control in (no_text, other_question):
+                blind = replace(on_val, chat=Altered(on_val.chat.tokenizer, control))
+                walks = list(blind.curves(f"{name}, {control.__name__}", model, val.questions).values())
+                controls.append({"policy": name, "control": control.__name__, "reward": on_val.best(walks)[1]})
             for label, chosen in ((name, config.sampling.stop_offset), (f"{name}+offset", offset)):
                 measured += bench.measure(label, asked, partial(_cut, served, chosen), config.evaluation.batch)
             curves.append({"policy": name, "chosen": offset, "points": bench.points(served)})
@@ -197,7 +235,7 @@ def evaluate(config: Config) -> dict[str, Any]:
             lead = [side.scores("margin", walks) for side, walks in ((on_val, tried), (bench, served))]
             stops.append({"policy": name, **stopping(*lead)})
     result = summarise(bench, pd.DataFrame(measured, columns=COLUMNS), [question.id for question in asked])
-    return result | {"curves": curves, "stopping": stops}
+    return result | {"curves": curves, "stopping": stops, "controls": controls}
 
 
 def choose_threshold(ranker: Ranker, val: Tasks, memories: Memories, judge: TrajectoryJudge) -> float:

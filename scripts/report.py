@@ -105,6 +105,12 @@ def markdown(result: dict[str, Any]) -> str:
             _markdown_table(("policy", "AUROC", "balanced accuracy"), [
                 (row["policy"], _number(row["auroc"]), _number(row["balanced_accuracy"])) for row in result["stopping"]
             ]),
+            "## Does it read?",
+            "Best mean reward on the validation questions over all offsets on STOP: as it is, with the candidates' "
+            "text blanked, and with another question asked. A policy that reads loses by both.",
+            _markdown_table(("policy", "sees", "reward"), [
+                (row["policy"], row["control"] or "everything", _number(row["reward"])) for row in result["controls"]
+            ]),
         ]  # fmt: skip
     titles = ("metric", "a − b", "difference", "t interval", "question interval", "n", "by conversation")
     parts += [

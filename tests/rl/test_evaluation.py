@@ -18,7 +18,7 @@ from cuewalk.rl.oracle import oracle_action
 from cuewalk.rl.ranker import FEATURES, Ranker, expand_likely, features, fit_ranker
 from cuewalk.rl.rollout import walk_greedily
 from cuewalk.rl.statistics import compare
-from cuewalk.scripts.evaluate import COLUMNS, summarise
+from cuewalk.scripts.evaluate import COLUMNS, Altered, no_text, other_question, summarise
 from cuewalk.scripts.report import markdown
 
 RULES = EnvConfig(k=1, budget=3, frontier_cap=4, new_lines=1)
@@ -279,3 +279,21 @@ def test_stopping_is_told_by_ranks_and_by_the_threshold_of_validation():
     val = [0.9, 0.8, 0.2, 0.1], [True, True, False, False]
     assert stopping(val, ([0.85, 0.3, 0.79], [True, False, True])) == {"auroc": 1.0, "balanced_accuracy": 0.75}
     assert stopping(val, ([0.5], [True])) == {"auroc": None, "balanced_accuracy": None}
+
+
+def test_controls_alter_what_is_read_and_nothing_else(graph, question, chat):
+    env = RetrievalEnv(graph, question, RULES)
+    shown = env.reset()[0]
+    lines = shown.splitlines()
+    blank = no_text(shown).splitlines()
+    candidates = range(lines.index("Candidates:") + 1, len(lines) - 1)
+    assert len(candidates) == 4
+    for place, (before, after) in enumerate(zip(lines, blank, strict=True)):
+        assert after == (f"… {before[-4:]}" if place in candidates else before)
+    asked = other_question(shown).splitlines()
+    assert [i for i, pair in enumerate(zip(lines, asked, strict=True)) if pair[0] != pair[1]] == [1]
+    altered = Altered(chat.tokenizer, no_text)
+    assert altered.first(shown) == chat.first(no_text(shown)) != chat.first(shown)
+    assert altered.following("Candidates:\nBob: He came 3e C\nBudget 2.") == chat.following(
+        "Candidates:\n… 3e C\nBudget 2."
+    )
