@@ -16,6 +16,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import _ForwardRedirection
+from trl.trainer.utils import split_tensor_dict
 
 from cuewalk.env import Ending, Question, Tasks
 from cuewalk.env.actions import BAD_REASONS
@@ -199,7 +200,7 @@ def importance_weights(trained: torch.Tensor, sampled: torch.Tensor, mask: torch
 
 
 class WalkTrainer(GRPOTrainer):  # type: ignore[misc]
-    """TRL's trainer with one private method replaced, pinned by a test: the scoring of tokens.
+    """TRL's trainer with private methods replaced, pinned by tests: the scoring of tokens, and the order of rows.
 
     Ours scores sampled tokens only, runs a group's prompt once, and skips rows without a sampled token that counts.
     """
@@ -207,6 +208,21 @@ class WalkTrainer(GRPOTrainer):  # type: ignore[misc]
     corrects = False  #: The sampler's log-probabilities are not the trainer's: each token's loss is weighted.
     _scored: torch.Tensor | None = None
     _inputs: dict[str, Any] | None = None
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        scored: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        self._ordered = scored
+        return scored
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        self._ordered = {}
+        inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)
+        if self.model.training and self._ordered:
+            # TRL shuffled the rows: a group would be spread over micro-batches, and its prompt computed in each.
+            parts = self.args.steps_per_generation
+            self._buffered_inputs = split_tensor_dict(self._ordered, parts)
+            inputs = self._buffered_inputs[self._step % parts]
+        return inputs
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         self._scored = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()

@@ -222,6 +222,20 @@ def test_the_private_method_we_replace_is_trls():
     assert "_compute_loss" in vars(WalkTrainer) and "_get_per_token_logps_and_entropies" in vars(WalkTrainer)
 
 
+def test_a_micro_batch_holds_whole_groups(config, tasks, graph, chat, tmp_path, monkeypatch):
+    seen, original = [], WalkTrainer._compute_loss
+
+    def keep(self, model, inputs):
+        seen.append(inputs["prompt_ids"].tolist())
+        return original(self, model, inputs)
+
+    monkeypatch.setattr(WalkTrainer, "_compute_loss", keep)
+    changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3, "save_steps": 3}
+    run_grpo(replace(config, grpo=config.grpo | changes), tasks, graph, chat, tmp_path / "run")
+    assert len(seen) == 6 and all(first == second for first, second in seen)
+    assert len({tuple(rows[0]) for rows in seen}) > 2
+
+
 def test_observation_tokens_have_no_loss_and_ours_is_trls(config, tasks, graph, chat, tmp_path):
     """The same batch through TRL's own scoring of every position: equal loss and gradient."""
     config = replace(config, grpo=config.grpo | {"max_steps": 1, "learning_rate": 0.0})
