@@ -66,6 +66,9 @@ class SamplingConfig:
 
     engine: Literal["transformers", "vllm"] = "transformers"  #: What samples; evaluation is transformers' always.
     server: str | None = None  #: With `vllm`: address of a running vLLM server; null runs vLLM in this process.
+    #: `sampled` trajectories, or all actions of the first state, `enumerated` and weighted by their probabilities:
+    #: nothing is left to chance, and nothing is sampled; grpo.num_generations must be env.frontier_cap + 1.
+    groups: Literal["sampled", "enumerated"] = "sampled"
     temperature: PositiveFloat = 1.0  #: Of the softmax; log-probabilities are of the tempered distribution.
     max_action_tokens: Annotated[int, Field(ge=8)] = 24  #: An action longer than this is cut, and so unparsable.
     max_tokens: int = 2048  #: Of a whole transcript.
@@ -74,6 +77,8 @@ class SamplingConfig:
     stop_offset: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.groups == "enumerated" and self.engine == "vllm":
+            raise ValueError("sampling.groups = enumerated samples nothing; leave sampling.engine out")
         if self.server is not None and self.engine != "vllm":
             raise ValueError(f"sampling.server = {self.server!r} needs sampling.engine = vllm")
 

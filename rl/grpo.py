@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from cuewalk.env.actions import BAD_REASONS
 from cuewalk.judges import JudgeError, TrajectoryJudge, Verdict, covered, evidence_recall
 from cuewalk.rl.config import Config, ConfigError, check_options
 from cuewalk.rl.data import Memories
-from cuewalk.rl.rollout import Row, Sampler, walk
+from cuewalk.rl.rollout import Row, Sampler, enumerate_first, walk
 from cuewalk.rl.run import MetricsLog, run_trainer, trainer_defaults
 from cuewalk.rl.sampler import TransformersSampler
 from cuewalk.rl.scoring import score_actions
@@ -138,8 +139,12 @@ class Rollouts:
     def collect(self, questions: Sequence[Question], size: int, sampler: Sampler, draw: random.Random) -> list[Group]:
         """Walk and judge one group a question."""
         config, seeds = self.config, [draw.getrandbits(31) for _ in questions]
-        envs = [[self.memories.env(question) for _ in range(size)] for question in questions]
-        walked = walk(envs, sampler, self.chat, max_tokens=config.sampling.max_tokens, seeds=seeds)
+        if config.sampling.groups == "enumerated":
+            asked = [partial(self.memories.env, question) for question in questions]
+            walked = [enumerate_first(env, size, self.chat, seed) for env, seed in zip(asked, seeds, strict=True)]
+        else:
+            envs = [[self.memories.env(question) for _ in range(size)] for question in questions]
+            walked = walk(envs, sampler, self.chat, max_tokens=config.sampling.max_tokens, seeds=seeds)
         return [Group(q, rows, [self.verdict(row) for row in rows]) for q, rows in zip(questions, walked, strict=True)]
 
     def walk_reward(self, walk_reward: list[float | None], log_metric: Callable[[str, float], None], **_: Any) -> Any:
@@ -206,6 +211,7 @@ class WalkTrainer(GRPOTrainer):  # type: ignore[misc]
     """
 
     corrects = False  #: The sampler's log-probabilities are not the trainer's: each token's loss is weighted.
+    enumerates = False  #: A group is every action once, not a sample: each row's loss is weighted by its probability.
     _scored: torch.Tensor | None = None
     _inputs: dict[str, Any] | None = None
 
@@ -267,6 +273,9 @@ class WalkTrainer(GRPOTrainer):  # type: ignore[misc]
             logps, entropies = whole.masked_scatter(scored, logps), whole.masked_scatter(scored, entropies)
         if self.corrects and self._inputs is not None:
             self._correct(self._inputs, logps.detach(), scored)
+        if self.enumerates and self._inputs is not None:  # K π(a): the gradient of Σ_a π(a) Q(a), K rows a group
+            chances = (logps.detach() * scored).sum(1).exp()
+            self._inputs["advantages"] = self._inputs["advantages"] * chances * self.num_generations
         return logps, entropies, None
 
 
@@ -298,6 +307,11 @@ def prepare_arguments(config: Config, run: Path, questions: int) -> GRPOConfig:
             f"config: grpo.per_device_train_batch_size = {batch} must be a multiple of grpo.num_generations = {size}: "
             f"a group's rows are scored together"
         )
+    if config.sampling.groups == "enumerated" and size != config.env.frontier_cap + 1:
+        raise ConfigError(
+            f"config: grpo.num_generations = {size}, but with sampling.groups = enumerated a group has a row for STOP "
+            f"and one for each candidate: env.frontier_cap + 1 = {config.env.frontier_cap + 1}"
+        )
     if questions < (needed := batch * chosen["gradient_accumulation_steps"] // size):
         raise ConfigError(
             f"{questions} training questions, but one step takes {needed} (grpo.per_device_train_batch_size {batch} x "
@@ -327,6 +341,7 @@ def train_grpo(config: Config, run: Path, model: Any, rollouts: Rollouts) -> Non
         processing_class=rollouts.chat.tokenizer,
         callbacks=[MetricsLog(run / "metrics.jsonl", "grpo")],
     )
+    trainer.enumerates = config.sampling.groups == "enumerated"
     trainer.corrects = config.sampling.engine == "vllm"
     run_trainer(trainer, run / "trained")
 

@@ -15,9 +15,9 @@ from cuewalk.judges import JudgeConfig, JudgeError, TrajectoryJudge, Verdict
 from cuewalk.memory import BuildConfig, Conversation, Message, build_graph
 from cuewalk.rl import Config
 from cuewalk.rl.baselines import run_scripted
-from cuewalk.rl.config import SamplingConfig, WarmStartConfig
+from cuewalk.rl.config import ConfigError, SamplingConfig, WarmStartConfig
 from cuewalk.rl.data import Memories
-from cuewalk.rl.grpo import Group, Rollouts, WalkTrainer, summarise, train_grpo
+from cuewalk.rl.grpo import Group, Rollouts, WalkTrainer, prepare_arguments, summarise, train_grpo
 from cuewalk.rl.oracle import oracle_action, searching_oracle
 from cuewalk.rl.rollout import Row
 from cuewalk.rl.run import last_step
@@ -234,6 +234,57 @@ def test_a_micro_batch_holds_whole_groups(config, tasks, graph, chat, tmp_path, 
     run_grpo(replace(config, grpo=config.grpo | changes), tasks, graph, chat, tmp_path / "run")
     assert len(seen) == 6 and all(first == second for first, second in seen)
     assert len({tuple(rows[0]) for rows in seen}) > 2
+
+
+ENUMERATED = {"num_generations": 5, "per_device_train_batch_size": 10, "max_steps": 1, "learning_rate": 0.0}
+
+
+def test_an_enumerated_group_is_every_action_once_and_its_gradient_exact(config, tasks, graph, chat, tmp_path):
+    """The gradient is that of the expected reward, Σ_a π(a) Q(a), over STOP and each letter; nothing is sampled."""
+    sampling = replace(config.sampling, groups="enumerated")
+    config = replace(config, sampling=sampling, grpo=config.grpo | ENUMERATED)
+    seen, original = {}, WalkTrainer._compute_loss
+
+    def keep(self, model, inputs):
+        seen["inputs"], seen["trainer"] = dict(inputs), self
+        return original(self, model, inputs)
+
+    WalkTrainer._compute_loss = keep
+    try:
+        _, _, source = run_grpo(config, tasks, graph, chat, tmp_path / "run", TrajectoryJudge())
+    finally:
+        WalkTrainer._compute_loss = original
+    inputs, trainer = seen["inputs"], seen["trainer"]
+    assert source.log["groups/distinct_trajectories"] == 5.0
+    texts = [chat.read(ids[mask.bool()]) for ids, mask in zip(
+        inputs["completion_ids"], inputs["completion_mask"], strict=True)]  # fmt: skip
+    assert [text.split()[0] for text in texts] == ["STOP", *["EXPAND"] * 4] * 2
+    assert (inputs["tool_mask"] * inputs["completion_mask"]).sum(1).tolist() == [1, 2, 2, 2, 2] * 2
+    trainer.model.zero_grad()
+    original(trainer, trainer.model, inputs).backward()
+    ours = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    trainer.model.zero_grad()
+    expected = 0.0
+    for row in range(10):
+        prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()]
+        said = inputs["completion_ids"][row][inputs["completion_mask"][row].bool()]
+        logits = trainer.model(input_ids=torch.cat([prompt, said])[None]).logits[0].float().log_softmax(-1)
+        logps = logits[len(prompt) - 1 : -1].gather(1, said[:, None]).squeeze(1)
+        decided = inputs["tool_mask"][row][: len(said)].bool()
+        expected = expected + logps[decided].sum().exp() * inputs["advantages"][row]
+    (-5 * expected / inputs["num_items_in_batch"]).backward()
+    assert any(grad.abs().max() > 1e-6 for grad in ours.values())
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.grad is not None:
+            assert torch.allclose(ours[name], parameter.grad, atol=1e-6, rtol=1e-3), name
+
+
+def test_enumerated_groups_need_a_row_for_every_action(config, tmp_path):
+    config = replace(config, sampling=replace(config.sampling, groups="enumerated"))
+    with pytest.raises(ConfigError, match=r"num_generations = 2, but .* env.frontier_cap \+ 1 = 5"):
+        prepare_arguments(config, tmp_path, 4)
+    with pytest.raises(ValueError, match="samples nothing"):
+        SamplingConfig(groups="enumerated", engine="vllm")
 
 
 def test_observation_tokens_have_no_loss_and_ours_is_trls(config, tasks, graph, chat, tmp_path):
