@@ -273,10 +273,11 @@ def test_an_enumerated_group_is_every_action_once_and_its_gradient_exact(config,
         decided = inputs["tool_mask"][row][: len(said)].bool()
         expected = expected + logps[decided].sum().exp() * inputs["advantages"][row]
     (-5 * expected / inputs["num_items_in_batch"]).backward()
-    assert any(grad.abs().max() > 1e-6 for grad in ours.values())
-    for name, parameter in trainer.model.named_parameters():
-        if parameter.grad is not None:
-            assert torch.allclose(ours[name], parameter.grad, atol=1e-6, rtol=1e-3), name
+    theirs = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    scale = max(float(grad.abs().max()) for grad in theirs.values())  # small: a random model hardly acts
+    assert scale > 0 and ours.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        assert torch.allclose(ours[name] / scale, grad / scale, atol=1e-4), name
 
 
 def test_enumerated_groups_need_a_row_for_every_action(config, tmp_path):
