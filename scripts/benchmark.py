@@ -171,12 +171,13 @@ def _left(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 def sample() -> list[Row]:
     """Sampling, with its growth by group size, turns and questions."""
     rows: list[Row] = []
-    for questions, size, turns in ((1, 8, 3), (4, 8, 3), (1, 4, 3), (1, 16, 3), (1, 8, 1), (1, 8, 6)):
+    shapes = {(1, 8, 3): ROUNDS, (4, 8, 3): 1, (1, 4, 3): 1, (1, 16, 3): 1, (1, 8, 1): 1, (1, 8, 6): 1}
+    for (questions, size, turns), rounds in shapes.items():
         groups = scripts(questions, size, turns)
         model, count = policy(), questions * size
         sampler = sample_ours(model, groups)
         ours, usual, bare = race([partial(way, model, groups) for way in (sample_ours, sample_usually, sample_bare)],
-                                 ROUNDS)  # fmt: skip
+                                 rounds)  # fmt: skip
         rows.append({"benchmark": f"sample, {questions} x {size}, {turns} turns", "unit": "trajectories/s",
                      "ours": count / ours, "baseline": count / usual, "floor": count / bare,
                      "vs_baseline": usual / ours, "vs_floor": bare / ours, "tokens": sampler.tokens,
