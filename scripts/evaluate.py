@@ -35,6 +35,8 @@ Found = tuple[Sequence[str] | Trajectory, int]
 COLUMNS = ("policy", "question", "measure", "value")
 """Of the long table that holds all measures; a value is None where it is not known."""
 
+Measured = tuple[str, str, str, float | None]
+
 TOP_K = (5, 8, 10, 20)
 COMPARED = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward")
 
@@ -140,10 +142,16 @@ class Bench:
         return found
 
     def measure(
-        self, policy: str, questions: Sequence[Question], retrieve: Callable[..., list[Found]], batch: int = 1
-    ) -> list[tuple[str, str, str, float | None]]:
+        self,
+        policy: str,
+        questions: Sequence[Question],
+        retrieve: Callable[..., list[Found]],
+        batch: int = 1,
+        *,
+        timed: bool = True,
+    ) -> list[Measured]:
         """Measure a policy, `batch` questions at a time; return rows of the long table, see `COLUMNS`."""
-        rows = []
+        rows: list[Measured] = []
         with tqdm(total=len(questions), desc=policy, unit="question", disable=None) as bar:
             for start in range(0, len(questions), batch):
                 asked = questions[start : start + batch]
@@ -157,7 +165,7 @@ class Bench:
                     measures = measure_entries(graph, question, gold, entries, self.chat.count, delta)
                     if isinstance(found, Trajectory):
                         measures |= measure_walk(graph, found, gold, self.judge.score(found, graph, gold).reward)
-                    measures |= {"inference_tokens": float(tokens), "seconds": seconds}
+                    measures |= {"inference_tokens": float(tokens), "seconds": seconds if timed else None}
                     rows += [(policy, question.id, name, value) for name, value in measures.items()]
                 bar.update(len(asked))
         return rows
@@ -207,35 +215,45 @@ def evaluate(config: Config) -> dict[str, Any]:
     }
     measured = [row for name, retrieve in retrievers.items() for row in bench.measure(name, part.questions, retrieve)]
     asked = model_questions(config, part)
-    from cuewalk.rl.train import load_adapter  # peft is loaded only where an adapter is
-
     base = partial(load_language_model, config.model, config.dtype)
     for name in ("untrained", "untrained_grammar"):
         serve = partial(bench.serve, base(), name == "untrained_grammar")
         measured += bench.measure(name, asked, serve, config.evaluation.batch)
-    on_val = replace(bench, tasks=val)
-    curves, stops, controls = (list[dict[str, Any]]() for _ in range(3))
+    more: dict[str, list[dict[str, Any]]] = {"curves": [], "stopping": [], "controls": []}
     for name in ("warm_start", "trained"):
         if (run / name / "adapter_config.json").exists():
-            model = load_adapter(config, run / name)
-            tried, served = on_val.curves(f"{name}, validation", model, val.questions), bench.curves(name, model, asked)
-            offset, paid = on_val.best(list(tried.values()))
-            controls.append({"policy": name, "control": None, "reward": paid})
-            for control in (no_text, other_question):
-                blind = replace(on_val, chat=Altered(on_val.chat.tokenizer, control))
-                walks = list(blind.curves(f"{name}, {control.__name__}", model, val.questions).values())
-                controls.append({"policy": name, "control": control.__name__, "reward": on_val.best(walks)[1]})
-            for label, chosen in ((name, config.sampling.stop_offset), (f"{name}+offset", offset)):
-                measured += bench.measure(label, asked, partial(_cut, served, chosen), config.evaluation.batch)
-            curves.append({"policy": name, "chosen": offset, "points": bench.points(served)})
-            if not stops:
-                stops.append(
-                    {"policy": "top_score", **stopping(on_val.scores(None, tried), bench.scores(None, served))}
-                )
-            lead = [side.scores("margin", walks) for side, walks in ((on_val, tried), (bench, served))]
-            stops.append({"policy": name, **stopping(*lead)})
-    result = summarise(bench, pd.DataFrame(measured, columns=COLUMNS), [question.id for question in asked])
-    return result | {"curves": curves, "stopping": stops, "controls": controls}
+            rows, found = measure_adapter(bench, replace(bench, tasks=val), name, asked)
+            measured += rows
+            more = {key: [*known, *(row for row in found[key] if row not in known)] for key, known in more.items()}
+    return summarise(bench, pd.DataFrame(measured, columns=COLUMNS), [question.id for question in asked]) | more
+
+
+def measure_adapter(
+    bench: Bench, on_val: Bench, name: str, asked: Sequence[Question]
+) -> tuple[list[Measured], dict[str, list[dict[str, Any]]]]:
+    """Measure a trained adapter as it is and with the offset on STOP that is best on validation.
+
+    Also returned: its curve over offsets, how well it knows when to stop beside the rule on the best candidate's score,
+    and what it earns on validation where it can't read.
+    """
+    from cuewalk.rl.train import load_adapter  # peft is loaded only where an adapter is
+
+    model, sampling = load_adapter(bench.config, Path(bench.config.run_dir) / name), bench.config.sampling
+    tried = on_val.curves(f"{name}, validation", model, on_val.tasks.questions)
+    offset, paid = on_val.best(list(tried.values()))
+    controls = [{"policy": name, "control": None, "reward": paid}]
+    for control in (no_text, other_question):
+        blind = replace(on_val, chat=Altered(on_val.chat.tokenizer, control))
+        walks = blind.curves(f"{name}, {control.__name__}", model, on_val.tasks.questions)
+        controls.append({"policy": name, "control": control.__name__, "reward": on_val.best(list(walks.values()))[1]})
+    served = bench.curves(name, model, asked)
+    rows = []
+    for label, chosen in ((name, sampling.stop_offset), (f"{name}+offset", offset)):
+        rows += bench.measure(label, asked, partial(_cut, served, chosen), len(asked), timed=False)
+    rule, lead = ((on_val.scores(by, tried), bench.scores(by, served)) for by in (None, "margin"))
+    stops = [{"policy": "top_score", **stopping(*rule)}, {"policy": name, **stopping(*lead)}]
+    curve = {"policy": name, "chosen": offset, "points": bench.points(served)}
+    return rows, {"curves": [curve], "stopping": stops, "controls": controls}
 
 
 def choose_threshold(ranker: Ranker, val: Tasks, memories: Memories, judge: TrajectoryJudge) -> float:
