@@ -13,11 +13,21 @@ from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
 from cuewalk.env import RetrievalEnv, Trajectory
 from cuewalk.rl.config import SamplingConfig
-from cuewalk.rl.rollout import Row, walk_greedily
+from cuewalk.rl.rollout import walk_greedily
 from cuewalk.rl.transcript import Chat
 
 OFFSETS = tuple(step / 4 for step in range(-24, 25))
 """What is tried for an operating point."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a policy said where it could not stop: enough to make the walk again without the model."""
+
+    question: str  #: Its id.
+    texts: tuple[str, ...]  #: Its actions.
+    margins: tuple[float, ...]  #: STOP's score less the best other's, before each action.
+    tokens: tuple[int, ...]  #: Of the transcript, had it stopped before the first action, the second, …; and whole.
 
 
 @dataclass(frozen=True)
@@ -34,30 +44,28 @@ class Served:
         return next(stops, len(self.margins))
 
 
-def serve_curves(
-    make: Callable[[], Sequence[RetrievalEnv]], model: Any, chat: Chat, sampling: SamplingConfig
-) -> list[Served]:
-    """Walk each environment that `make` makes as a policy is served, never stopping, and cut it everywhere."""
-    rows = walk_greedily(make(), model, chat, replace(sampling, stop_offset=float("-inf")))
-    texts = [[step.text for step in row.trajectory.steps] for row in rows]
-    cuts: list[list[Trajectory]] = [[] for _ in rows]
-    for place in range(max(map(len, texts))):
-        for env, said, kept in zip(make(), texts, cuts, strict=True):
-            if place < len(said):
-                env.reset()
-                for action in [*said[:place], "STOP"]:
-                    env.step(action)
-                kept.append(env.trajectory())
-    return [
-        Served((*kept, row.trajectory), _tokens(row, len(chat.action("STOP"))), tuple(row.margins))
-        for row, kept in zip(rows, cuts, strict=True)
-    ]
+def record(envs: Sequence[RetrievalEnv], model: Any, chat: Chat, sampling: SamplingConfig) -> list[Record]:
+    """Walk each environment as a policy is served, but never stopping."""
+    records, stop = [], len(chat.action("STOP"))
+    for row in walk_greedily(envs, model, chat, replace(sampling, stop_offset=float("-inf"))):
+        begins = [at for at, own in enumerate(row.mask) if own and not (at and row.mask[at - 1])]
+        tokens = (*(len(row.prompt) + at + stop for at in begins), len(row.prompt) + len(row.completion))
+        texts = tuple(step.text for step in row.trajectory.steps)
+        records.append(Record(row.env.question.id, texts, tuple(row.margins), tokens))
+    return records
 
 
-def _tokens(row: Row, stop: int) -> tuple[int, ...]:
-    """Return the transcript's length where STOP, of so many tokens, stands for the first action, the second, …."""
-    begins = [at for at, own in enumerate(row.mask) if own and not (at and row.mask[at - 1])]
-    return (*(len(row.prompt) + at + stop for at in begins), len(row.prompt) + len(row.completion))
+def cut(kept: Record, make: Callable[[], RetrievalEnv]) -> Served:
+    """Make a recorded walk again, in an environment that `make` makes, and stop it everywhere it could have stopped."""
+    walks = []
+    for place in range(len(kept.texts) + 1):
+        env, ended = make(), False
+        env.reset()
+        for action in (*kept.texts[:place], "STOP"):
+            if not ended:
+                ended = env.step(action)[2]
+        walks.append(env.trajectory())
+    return Served(tuple(walks), kept.tokens, kept.margins)
 
 
 def choose_offset(served: Sequence[Served], rewards: Sequence[Sequence[float]]) -> float:

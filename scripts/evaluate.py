@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from pydantic import TypeAdapter
 from tqdm import tqdm
 
-from cuewalk.env import Question, RetrievalEnv, Tasks, Trajectory
+from cuewalk.env import Question, Tasks, Trajectory
 from cuewalk.env.tasks import DataError, select, splits
 from cuewalk.judges import TrajectoryJudge, evidence_recall
 from cuewalk.memory import SentenceEncoder
 from cuewalk.memory.models import load_language_model, load_tokenizer
 from cuewalk.rl import baselines
 from cuewalk.rl.config import Config, ConfigError
-from cuewalk.rl.curve import OFFSETS, Served, choose_offset, serve_curves, stopping
+from cuewalk.rl.curve import OFFSETS, Record, Served, choose_offset, cut, record, stopping
 from cuewalk.rl.data import Memories, load_graphs, load_part, rank_of
 from cuewalk.rl.measures import measure_entries, measure_walk
 from cuewalk.rl.oracle import oracle_action, searching_oracle
@@ -93,15 +94,25 @@ class Bench:
         return [(row.trajectory, len(row.prompt) + len(row.completion)) for row in rows]
 
     def curves(self, policy: str, model: Any, questions: Sequence[Question]) -> dict[str, Served]:
-        """Walk a policy's whole curve, question by question."""
-        found: dict[str, Served] = {}
-        size = self.config.evaluation.batch
-        for start in tqdm(range(0, len(questions), size), desc=policy, unit="batch", disable=None):
-            asked = questions[start : start + size]
-            make = partial(_environments, self.memories, asked)
-            walks = serve_curves(make, model, self.chat, self.config.sampling)
-            found |= {question.id: walk for question, walk in zip(asked, walks, strict=True)}
-        return found
+        """Walk a policy's whole curve, question by question; what was walked before is read from the run directory."""
+        path = Path(self.config.run_dir) / "walks" / f"{policy.replace(' ', '_')}-{self.digest(policy)}.json"
+        path.parent.mkdir(exist_ok=True)
+        kept = TypeAdapter(dict[str, Record]).validate_json(path.read_bytes() if path.exists() else b"{}")
+        todo, size = [q for q in questions if q.id not in kept], self.config.evaluation.batch
+        for start in tqdm(range(0, len(todo), size), desc=policy, unit="batch", disable=None):
+            envs = [self.memories.env(question) for question in todo[start : start + size]]
+            kept |= {walk.question: walk for walk in record(envs, model, self.chat, self.config.sampling)}
+            partial_file = path.with_suffix(".part")
+            partial_file.write_bytes(TypeAdapter(dict[str, Record]).dump_json(kept))
+            partial_file.replace(path)  # whole or not at all
+        return {q.id: cut(kept[q.id], partial(self.memories.env, q)) for q in questions}
+
+    def digest(self, policy: str) -> str:
+        """Return a digest of what decides how a policy walks: its weights, the rules, the ranker."""
+        run, whole = Path(self.config.run_dir), hashlib.sha256(repr((self.config.env, self.config.model)).encode())
+        for path in (run / policy.split()[0] / "adapter_model.safetensors", run / "ranker.json"):
+            whole.update(path.read_bytes())
+        return whole.hexdigest()[:12]
 
     def best(self, served: Sequence[Served]) -> tuple[float, float]:
         """Return the offset on STOP with the best mean reward, and that reward."""
@@ -109,7 +120,7 @@ class Bench:
         for walk in served:
             question = walk.walks[0].question
             graph, gold = self.memories.graphs[question.conversation_id], self.tasks.gold[question.id]
-            rewards.append([self.judge.score(cut, graph, gold).reward for cut in walk.walks])
+            rewards.append([self.judge.score(end, graph, gold).reward for end in walk.walks])
         offset = choose_offset(served, rewards)
         paid = [own[walk.place(offset)] for walk, own in zip(served, rewards, strict=True)]
         return offset, sum(paid) / len(paid)
@@ -119,10 +130,10 @@ class Bench:
         rows = []
         for offset in OFFSETS:
             for walk in served.values():
-                cut = walk.walks[walk.place(offset)]
-                graph, gold = self.memories.graphs[cut.question.conversation_id], self.tasks.gold[cut.question.id]
-                tokens = sum(self.chat.count(graph.entries[entry].value) for entry in cut.working)
-                found = {"entries": len(cut.working), "evidence_recall": evidence_recall(graph, cut.working, gold)}
+                taken = walk.walks[walk.place(offset)]
+                graph, gold = self.memories.graphs[taken.question.conversation_id], self.tasks.gold[taken.question.id]
+                tokens = sum(self.chat.count(graph.entries[entry].value) for entry in taken.working)
+                found = {"entries": len(taken.working), "evidence_recall": evidence_recall(graph, taken.working, gold)}
                 rows.append({"offset": offset, **found, "context_tokens": tokens})
         means: list[dict[str, float]] = pd.DataFrame(rows).groupby("offset").mean().reset_index().to_dict("records")
         return means
@@ -169,10 +180,6 @@ class Bench:
                     rows += [(policy, question.id, name, value) for name, value in measures.items()]
                 bar.update(len(asked))
         return rows
-
-
-def _environments(memories: Memories, questions: Sequence[Question]) -> list[RetrievalEnv]:
-    return [memories.env(question) for question in questions]
 
 
 def _cut(served: Mapping[str, Served], offset: float, questions: Sequence[Question]) -> list[Found]:
@@ -239,12 +246,12 @@ def measure_adapter(
     from cuewalk.rl.train import load_adapter  # peft is loaded only where an adapter is
 
     model, sampling = load_adapter(bench.config, Path(bench.config.run_dir) / name), bench.config.sampling
-    tried = on_val.curves(f"{name}, validation", model, on_val.tasks.questions)
+    tried = on_val.curves(f"{name} on validation", model, on_val.tasks.questions)
     offset, paid = on_val.best(list(tried.values()))
     controls = [{"policy": name, "control": None, "reward": paid}]
     for control in (no_text, other_question):
         blind = replace(on_val, chat=Altered(on_val.chat.tokenizer, control))
-        walks = blind.curves(f"{name}, {control.__name__}", model, on_val.tasks.questions)
+        walks = blind.curves(f"{name} with {control.__name__}", model, on_val.tasks.questions)
         controls.append({"policy": name, "control": control.__name__, "reward": on_val.best(list(walks.values()))[1]})
     served = bench.curves(name, model, asked)
     rows = []

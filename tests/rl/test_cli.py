@@ -202,8 +202,13 @@ def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     policies = {row["policy"] for row in result["rows"]}
     walked = {"stop", "random", "expand_top=1", "expand_top=3", "expand_all", "ranker", "oracle_one_hop", "oracle"}
     assert policies == walked | {f"top_k={k}" for k in (5, 8, 10, 20)} | {
-        "untrained", "untrained_grammar", "warm_start", "trained",
+        "untrained", "untrained_grammar", "warm_start", "warm_start+offset", "trained", "trained+offset",
     }  # fmt: skip
+    assert [curve["policy"] for curve in result["curves"]] == ["warm_start", "trained"]
+    entries = [point["entries"] for point in result["curves"][1]["points"]]
+    assert entries == sorted(entries, reverse=True)  # the more STOP is favoured, the less is read
+    assert [row["policy"] for row in result["stopping"]] == ["top_score", "warm_start", "trained"]
+    assert [row["control"] for row in result["controls"]] == [None, "no_text", "other_question"] * 2
     asked = {row["policy"]: row for row in result["rows"] if row["questions"] == "asked"}
     assert asked.keys() == policies and all(row["n"] == 4 for row in asked.values())
     assert asked["top_k=5"]["reward"] is None and asked["stop"]["reward"] == 0.0
@@ -212,6 +217,10 @@ def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     assert {"name", "command", "commit", "seeds", "versions", "data", "rows", "comparisons"} <= set(result)
     for name in ("evaluation.md", "evaluation_entries.png", "evaluation_learning.png"):
         assert (tmp_path / "run" / name).stat().st_size > 100 and name in printed
+    walks = {file: file.stat().st_mtime_ns for file in (tmp_path / "run" / "walks").iterdir()}
+    assert len(walks) == 2 * 4  # two adapters: on test, on validation, and twice where they can't read
+    run("cuewalk.scripts.cli", "evaluate", "--config", str(path))
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "run" / "walks").iterdir()} == walks  # none again
     run("cuewalk.scripts.cli", "export", str(tmp_path / "run"), str(tmp_path / "policy"))
     assert (tmp_path / "policy" / "policy.json").exists()
 

@@ -12,7 +12,7 @@ from cuewalk.memory import Link
 from cuewalk.memory.models import load_language_model
 from cuewalk.rl import Config, baselines
 from cuewalk.rl.config import SamplingConfig
-from cuewalk.rl.curve import Served, choose_offset, serve_curves, stopping
+from cuewalk.rl.curve import Served, choose_offset, cut, record, stopping
 from cuewalk.rl.measures import measure_entries, measure_walk
 from cuewalk.rl.oracle import oracle_action
 from cuewalk.rl.ranker import FEATURES, Ranker, expand_likely, features, fit_ranker
@@ -249,7 +249,8 @@ def test_every_cut_of_one_walk_is_the_walk_the_policy_takes_with_that_offset(
     make = lambda: [RetrievalEnv(graph, asked, rules) for asked in others]  # noqa: E731
     lawful = partial(walk_greedily, grammar=True)
     monkeypatch.setattr("cuewalk.rl.curve.walk_greedily", lawful)
-    served = serve_curves(make, model, chat, SamplingConfig(max_action_tokens=8))
+    kept = record(make(), model, chat, SamplingConfig(max_action_tokens=8))
+    served = [cut(walk, lambda place=place: make()[place]) for place, walk in enumerate(kept)]
     margins = sorted(margin for walk in served for margin in walk.margins)
     between = [(a + b) / 2 for a, b in itertools.pairwise(margins)]
     seen = set()
