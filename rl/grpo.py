@@ -44,6 +44,8 @@ INERT = {
     "mask_truncated_completions": "a cut action is bad text, counted and trained on",
     "num_iterations": "more than one update a batch is not supported: the shared forward pass needs ratio 1",
     "use_vllm": "set sampling.engine",
+    **dict.fromkeys(("steps_per_generation", "generation_batch_size"), "set grpo.gradient_accumulation_steps"),
+    **dict.fromkeys(("entropy_coef", "use_adaptive_entropy"), "the entropies that are logged carry no gradient"),
     "shuffle_dataset": "questions are always shuffled",
     "num_train_epochs": "set grpo.max_steps",
     "output_dir": "set run_dir",

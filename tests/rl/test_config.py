@@ -64,6 +64,8 @@ def test_a_missing_file_lists_its_neighbours(tmp_path):
         ({"top_p": 0.9}, "grpo.top_p has no effect here"),
         ({"temperature": 0.7}, "set sampling.temperature"),
         ({"use_vllm": True}, "set sampling.engine"),
+        ({"steps_per_generation": 2}, "set grpo.gradient_accumulation_steps"),
+        ({"entropy_coef": 0.1}, "carry no gradient"),
         ({"vllm_mode": "server"}, "grpo.vllm_mode has no effect here: the rollout owns its engine"),
         ({"max_stepps": 3}, "unknown key 'grpo.max_stepps'; did you mean 'max_steps'?"),
         (
