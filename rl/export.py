@@ -2,11 +2,12 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cuewalk.env import EnvConfig, Question, Rank, RetrievalEnv, Trajectory
+from cuewalk.env import Question, Rank, RetrievalEnv, Trajectory
 from cuewalk.env.render import RENDERER
 from cuewalk.memory import Entry, MemoryGraph
 from cuewalk.memory.models import load_language_model, load_tokenizer, weights_digest
@@ -39,6 +40,7 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
     from peft import PeftModel
 
     config = parse_config(json.loads((run / "config.json").read_text(encoding="utf-8"))["config"])
+    ranker = rank_of(config, run)
     tokenizer = load_tokenizer(config.model)
     base = load_language_model(config.model, config.dtype, device="cpu")
     digest = weights_digest(base)
@@ -61,8 +63,8 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
         "config": tree,
         "data": config.data.source,
     }
-    if config.env.order == "ranker":
-        Ranker.load(run / "ranker.json").save(out / "ranker.json")
+    if isinstance(ranker, Ranker):
+        ranker.save(out / "ranker.json")
     (out / "policy.json").write_text(json.dumps(policy, indent=1) + "\n", encoding="utf-8")
     return out
 
@@ -77,7 +79,7 @@ class Retrieval:
 
 @dataclass
 class Retriever:
-    """A trained policy in use: one question at a time, greedy.
+    """A trained policy in use, greedy.
 
     Example:
         >>> retriever = Retriever.from_pretrained("policy")  # doctest: +SKIP
@@ -122,9 +124,15 @@ class Retriever:
         model = PeftModel.from_pretrained(model, str(path / "adapter")).eval()
         return cls(model, Chat(load_tokenizer(str(path / "adapter"))), config, rank_of(config, path))
 
-    def retrieve(self, graph: MemoryGraph, question: str, env: EnvConfig | None = None) -> Retrieval:
-        """Walk a graph for one question; `env` sets other rules than in training, such as another budget."""
-        asked = Question("question", graph.conversation.id, question)
-        walker = RetrievalEnv(graph, asked, env or self.config.env, rank=self.rank)
-        (row,) = walk_greedily([walker], self.model, self.chat, self.config.sampling)
-        return Retrieval(tuple(graph.entries[entry] for entry in row.trajectory.working), row.trajectory)
+    def retrieve(self, graph: MemoryGraph, question: str, *, budget: int | None = None) -> Retrieval:
+        """Walk a graph for one question; the budget is that of the training where None."""
+        return self.retrieve_batch([(graph, question)], budget=budget)[0]
+
+    def retrieve_batch(self, asked: Sequence[tuple[MemoryGraph, str]], *, budget: int | None = None) -> list[Retrieval]:
+        """Walk many, each a graph and a question, in lockstep: the same walks in less time."""
+        rules = self.config.env if budget is None else replace(self.config.env, budget=budget)
+        questions = [(graph, Question("question", graph.conversation.id, text)) for graph, text in asked]
+        walkers = [RetrievalEnv(graph, question, rules, rank=self.rank) for graph, question in questions]
+        trajectories = [row.trajectory for row in walk_greedily(walkers, self.model, self.chat, self.config.sampling)]
+        found = zip(asked, trajectories, strict=True)
+        return [Retrieval(tuple(graph.entries[e] for e in taken.working), taken) for (graph, _), taken in found]

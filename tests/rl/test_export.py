@@ -11,6 +11,7 @@ from cuewalk.env.render import RENDERER
 from cuewalk.memory.models import load_language_model
 from cuewalk.rl import Config, ExportError, Retriever, export_policy
 from cuewalk.rl.export import GRAMMAR
+from cuewalk.rl.ranker import FEATURES, Ranker
 from cuewalk.rl.run import open_run
 from cuewalk.rl.train import new_adapter
 
@@ -71,7 +72,23 @@ def test_a_retriever_walks_a_graph(run, tmp_path, graph):
     found = retriever.retrieve(graph, "When did the dog come back?")
     assert found.entries[0].id == "e0"
     assert found.trajectory.question.text == "When did the dog come back?"
-    assert retriever.retrieve(graph, "trip", EnvConfig(k=3, budget=1)).trajectory.budget == 1
+    assert retriever.retrieve(graph, "trip", budget=1).trajectory.budget == 1
+    asked = [(graph, "When did the dog come back?"), (graph, "trip"), (graph, "Who has a garden?")]
+    assert retriever.retrieve_batch(asked, budget=1) == [retriever.retrieve(*one, budget=1) for one in asked]
+
+
+def test_an_export_carries_the_ranker_that_orders_its_candidates(run, tmp_path, graph):
+    path, _ = run
+    kept = json.loads((path / "config.json").read_text())
+    kept["config"]["env"]["order"] = "ranker"
+    (path / "config.json").write_text(json.dumps(kept))
+    with pytest.raises(ValueError, match="train first"):
+        export_policy(path, tmp_path / "policy", merged=False)
+    ranker = Ranker(("segment",), tuple([0.0] * len(FEATURES) + [1.0]), -1.0)
+    ranker.save(path / "ranker.json")
+    retriever = Retriever.from_pretrained(export_policy(path, tmp_path / "other", merged=False))
+    assert retriever.rank == ranker
+    assert retriever.retrieve(graph, "trip").entries
 
 
 def test_another_base_is_refused(run, tmp_path, tiny_model):
