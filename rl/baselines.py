@@ -12,9 +12,8 @@ Scripted = Callable[[RetrievalEnv, Gold], Expand | Stop]
 def run_scripted(policy: Scripted, env: RetrievalEnv, gold: Gold, seed: int = 0) -> Trajectory:
     """Walk one environment to its end."""
     env.reset(seed=seed)
-    ended = False
-    while not ended:
-        _, _, ended, _, _ = env.step(format_action(policy(env, gold)))
+    while env.state.ending is None:
+        env.step(format_action(policy(env, gold)))
     return env.trajectory()
 
 

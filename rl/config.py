@@ -83,15 +83,15 @@ class SamplingConfig:
             raise ValueError(f"sampling.server = {self.server!r} needs sampling.engine = vllm")
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
     """What is measured."""
 
     part: Literal["val", "test"] = "test"  #: `val` or `test`. Tune on val; look at test once a reported result.
     #: Rows with a language model: `all`, `test_200` (the published list of LoCoMo fold A), or a number n (the first n
     #: by the digest of their ids).
-    model_questions: int | Literal["all", "test_200"] = "all"
-    batch: int = 16  #: Questions walked in lockstep.
+    model_questions: PositiveInt | Literal["all", "test_200"] = "all"
+    batch: PositiveInt = 16  #: Questions walked in lockstep.
 
 
 @dataclass(frozen=True)

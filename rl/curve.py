@@ -16,8 +16,8 @@ from cuewalk.rl.config import SamplingConfig
 from cuewalk.rl.rollout import walk_greedily
 from cuewalk.rl.transcript import Chat
 
-OFFSETS = tuple(step / 4 for step in range(-24, 25))
-"""What is tried for an operating point."""
+OFFSETS = (0.0, *(side * (0.0625 + step / 4) for step in range(32) for side in (-1, 1)))
+"""What is tried for an operating point, nearest to 0 first; off the grid on which a bf16 model's margins lie."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ def cut(kept: Record, make: Callable[[], RetrievalEnv]) -> Served:
     """Make a recorded walk again, in an environment that `make` makes, and stop it everywhere it could have stopped."""
     walks = []
     for place in range(len(kept.texts) + 1):
-        env, ended = make(), False
+        env = make()
         env.reset()
         for action in (*kept.texts[:place], "STOP"):
-            if not ended:
-                ended = env.step(action)[2]
+            if env.state.ending is None:
+                env.step(action)
         walks.append(env.trajectory())
     return Served(tuple(walks), kept.tokens, kept.margins)
 
@@ -74,7 +74,7 @@ def choose_offset(served: Sequence[Served], rewards: Sequence[Sequence[float]]) 
     def total(offset: float) -> float:
         return sum(paid[walk.place(offset)] for walk, paid in zip(served, rewards, strict=True))
 
-    return max(sorted(OFFSETS, key=abs), key=total)
+    return max(OFFSETS, key=total)
 
 
 def stopping(

@@ -130,6 +130,8 @@ class Retriever:
 
     def retrieve_batch(self, asked: Sequence[tuple[MemoryGraph, str]], *, budget: int | None = None) -> list[Retrieval]:
         """Walk many, each a graph and a question, in lockstep: the same walks in less time."""
+        if not asked:
+            return []
         rules = self.config.env if budget is None else replace(self.config.env, budget=budget)
         questions = [(graph, Question("question", graph.conversation.id, text)) for graph, text in asked]
         walkers = [RetrievalEnv(graph, question, rules, rank=self.rank) for graph, question in questions]

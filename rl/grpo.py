@@ -156,7 +156,12 @@ class Rollouts:
         return walk_reward
 
     def verdict(self, row: Row) -> Verdict | None:
-        """Return the judge's verdict; None, counted, where it failed: TRL leaves such a row out of its group."""
+        """Return the judge's verdict; None where the row only fills up its group, or, counted, where the judge failed.
+
+        TRL leaves such a row out of its group.
+        """
+        if not any(row.mask):
+            return None
         try:
             return self.judge.score(row.trajectory, row.env.graph, self.tasks.gold[row.env.question.id])
         except JudgeError:
@@ -196,7 +201,7 @@ def summarise(groups: Sequence[Group], causes: Counter[str], replaced: int) -> d
         "groups/replaced": float(replaced),
         "groups/all": float(len(groups)),
         "groups/distinct_trajectories": sum(distinct) / len(distinct),
-        "judge/failed": float(len(verdicts) - len(known)),
+        "judge/failed": float(sum(any(row.mask) for group in groups for row in group.rows) - len(known)),
         "entries_added": sum(len(t.added) for t in rows) / len(rows),
     }
 
@@ -313,6 +318,11 @@ def prepare_arguments(config: Config, run: Path, questions: int) -> GRPOConfig:
         raise ConfigError(
             f"config: grpo.num_generations = {size}, but with sampling.groups = enumerated a group has a row for STOP "
             f"and one for each candidate: env.frontier_cap + 1 = {config.env.frontier_cap + 1}"
+        )
+    if config.sampling.groups == "enumerated" and (chosen.get("beta") or chosen.get("loss_type") in ("grpo", "sapo")):
+        raise ConfigError(
+            "config: with sampling.groups = enumerated the gradient is exact only without grpo.beta and with a "
+            "grpo.loss_type that weighs tokens alike (dapo, the default); remove them"
         )
     if questions < (needed := batch * chosen["gradient_accumulation_steps"] // size):
         raise ConfigError(

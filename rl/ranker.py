@@ -48,7 +48,9 @@ class Ranker:
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
-        path.write_text(json.dumps({"features": FEATURES, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        partial = path.with_suffix(".part")
+        partial.write_text(json.dumps({"features": FEATURES, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)  # whole or not at all
 
     @classmethod
     def load(cls, path: Path) -> "Ranker":
@@ -86,6 +88,7 @@ def features(
 ) -> npt.NDArray[np.float64]:
     """Return one row a candidate, (len(links), len(FEATURES) + len(kinds)); counts as logarithms."""
     ranking = {hit.entry: place for place, hit in enumerate(graph.search(query, 200))}
+    vector = graph.encoder.encode([query])[0]
     positions = [graph.order[entry] for entry in working]
     asked = words(query)
     asks_when = not asked.isdisjoint(("when", "date", "day", "month", "year"))
@@ -99,7 +102,8 @@ def features(
         counts = (place, ranking.get(entry.id, 200))
         apart = (min(abs(at - position) for position in positions), abs(at - positions[0]))
         rows.append([
-            link.score, *np.log1p(counts), near.max(), near.mean(), near[0], shared, entry.speaker.lower() in asked,
+            graph.score(vector, entry.id), *np.log1p(counts), near.max(), near.mean(), near[0], shared,
+            entry.speaker.lower() in asked,
             np.log1p(len(told)), asks_when, len(entry.sources), *np.log1p(apart),
             *(entry.id in targets for targets in reached),
         ])  # fmt: skip
@@ -107,11 +111,17 @@ def features(
 
 
 def expand_likely(ranker: Ranker, threshold: float) -> Scripted:
-    """Return the policy that takes the likeliest candidates from this chance on, at most four at a time."""
+    """Return the policy that takes the likeliest candidates from this chance on, at most four at a time.
+
+    Where a ranker ordered the candidates, their chances are those that it gave when they were shown.
+    """
 
     def policy(env: RetrievalEnv, gold: Gold) -> Expand | Stop:
         state = env.state
-        chances = ranker(env.graph, state.query, state.working, [link for _, link in state.frontier])
+        shown = [link for _, link in state.frontier]
+        chances = ranker(env.graph, state.query, state.working, shown)
+        if env.rank is not None:
+            chances = np.array([link.score**2 for link in shown])
         likely = [int(i) for i in np.argsort(-chances, kind="stable") if chances[i] >= threshold]
         labels = tuple(state.frontier[i][0] for i in likely[: env.affordable])
         return Expand(labels) if labels else Stop()

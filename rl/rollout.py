@@ -90,7 +90,7 @@ def walk(
         rows[-1].check_length(max_tokens)
     copies = len(groups[0])
     sampler.begin([row.prompt for row in rows[::copies]], copies)
-    live = rows
+    live = [row for row in rows if row.env.state.ending is None]  # none with a budget of 0
     while live:
         rules = None if grammar_tokens is None else [allowed_ids(chat, row.env, grammar_tokens) for row in live]
         actions, logps = sampler.act(rules)

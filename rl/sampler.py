@@ -71,7 +71,8 @@ class TransformersSampler:
                     kept = slice(None) if may is None else may
                     logits[place, kept] = free[place, kept]
             if self.stop is not None and not ids[open_rows[0]]:
-                others, stop = logits.clone(), logits[:, self.stop].clone()
+                others = logits.float().clone()  # in bf16 a small offset would be rounded away
+                stop = others[:, self.stop].clone()
                 others[:, self.stop] = -torch.inf
                 self.margins = (stop - others.amax(1)).tolist()
                 others[:, self.stop] = stop + self.stop_offset

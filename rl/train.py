@@ -63,7 +63,11 @@ def train(config: Config) -> Path:
     with state.main_process_first():  # the others read what it built
         graphs = load_graphs(config, tasks.conversations, SentenceEncoder(config.encoder))
         if not (run / "ranker.json").exists():
-            fit_ranker(tasks, graphs, config.env).save(run / "ranker.json")
+            try:
+                fit_ranker(tasks, graphs, config.env).save(run / "ranker.json")
+            except DataError:
+                if config.env.order == "ranker":  # else it is a row of the evaluation, and left out there
+                    raise
         memories = Memories(graphs, config.env, rank_of(config, run))
     if config.warm_start.rows and not (run / "warm_start" / "adapter_config.json").exists():
         warm_start(config, run, new_adapter(config), chat, teach_rows(config, tasks, memories, chat))

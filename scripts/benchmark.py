@@ -100,7 +100,7 @@ def policy() -> Any:
 def scripts(groups: int, size: int = GROUP, turns: int = TURNS) -> list[list[Script]]:
     """Return the tokens of scripted walks: one to three random letters a turn; no two of a group are alike."""
     tasks, graphs = memories()
-    draw, rules, found = random.Random(0), replace(CONFIG.env, budget=4 * turns, new_lines=2), []
+    draw, rules, found = random.Random(0), replace(CONFIG.env, budget=4 * turns, new_lines=1), []
     for question in tasks.questions[:groups]:
         group: dict[tuple[str, ...], Script] = {}
         while len(group) < size:
@@ -145,20 +145,21 @@ def sample_usually(model: Any, groups: Sequence[Sequence[Script]]) -> None:
 
 @torch.no_grad()
 def sample_bare(model: Any, groups: Sequence[Sequence[Script]]) -> None:
-    """Run the same tokens through bare forward passes of even shape: no padding, no choosing."""
-    rows = [script for group in groups for script in group]
+    """Run as many tokens through bare forward passes: a prompt once, then what its trajectories still say and see."""
     decoder, head = decoder_and_head(model)
-    cache = DynamicCache(config=model.config)
+    cache, count = DynamicCache(config=model.config), len(groups)
+    rows = [script for group in groups for script in group]
     length = round(statistics.mean(len(group[0].prompt) for group in groups))
-    head(run_decoder(decoder, torch.full((len(groups), length), 5), cache)[:, -1])
-    cache.batch_repeat_interleave(len(groups[0]))
+    head(run_decoder(decoder, torch.full((count, length), 5), cache)[:, -1])
     for turn in range(len(rows[0].turns)):
         # An action's last id is computed together with the observation after it, so an action of n needs n - 1 steps.
-        for _ in range(max(len(script.turns[turn][0]) for script in rows) - 1):
-            head(run_decoder(decoder, torch.full((len(rows), 1), 5), cache)[:, -1])
+        lengths = [len(script.turns[turn][0]) - 1 for script in rows]
+        for step in range(max(lengths)):
+            still = -(-sum(length > step for length in lengths) // count)
+            head(run_decoder(decoder, torch.full((count, still), 5), cache))
         if rows[0].turns[turn][1]:
-            seen = round(statistics.mean(len(script.turns[turn][1]) + 1 for script in rows))
-            head(run_decoder(decoder, torch.full((len(rows), seen), 5), cache)[:, -1])
+            seen = -(-sum(len(script.turns[turn][1]) + 1 for script in rows) // count)
+            head(run_decoder(decoder, torch.full((count, seen), 5), cache)[:, -len(rows) // count :])
 
 
 def _left(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,6 +177,7 @@ def sample() -> list[Row]:
         groups = scripts(questions, size, turns)
         model, count = policy(), questions * size
         sampler = sample_ours(model, groups)
+        sample_bare(model, groups)  # warm, all of them
         ours, usual, bare = race([partial(way, model, groups) for way in (sample_ours, sample_usually, sample_bare)],
                                  rounds)  # fmt: skip
         rows.append({"benchmark": f"sample, {questions} x {size}, {turns} turns", "unit": "trajectories/s",
@@ -231,13 +233,14 @@ def train_usually(inputs: dict[str, Any]) -> None:
 
 
 def train_bare(groups: Sequence[Sequence[Script]]) -> None:
-    """One bare forward and backward pass over each group's P + G·R tokens, action positions through the head."""
+    """One bare forward and backward pass over a group's prompt and different completions, actions through the head."""
     model = trainer().model
     model.zero_grad()
     decoder, head = decoder_and_head(model)
     for group in groups:
-        count = len(group[0].prompt) + sum(len(script.completion) for script in group)
-        scored = sum(sum(script.mask) for script in group)
+        different = {tuple(script.completion): script for script in group}.values()
+        count = len(group[0].prompt) + sum(len(script.completion) for script in different)
+        scored = sum(sum(script.mask) for script in different)
         hidden = decoder(input_ids=torch.full((1, count), 5), use_cache=False).last_hidden_state[0]
         head(hidden[-scored:]).float().log_softmax(-1)[:, 0].sum().backward()
 
@@ -245,7 +248,8 @@ def train_bare(groups: Sequence[Sequence[Script]]) -> None:
 def train() -> list[Row]:
     """The loss of one group, all rows different and half of them alike, and peak memory."""
     rows: list[Row] = []
-    for name, groups in (("8 different rows", scripts(1)), ("4 different rows, twice", _doubled(scripts(1)))):
+    twice = [[script for script in group[: GROUP // 2] for _ in range(2)] for group in scripts(1)]
+    for name, groups in (("8 different rows", scripts(1)), ("4 different rows, twice", twice)):
         inputs = batch(groups)
         ours, usual, bare = race([partial(train_ours, inputs), partial(train_usually, inputs),
                                   partial(train_bare, groups)], ROUNDS)  # fmt: skip
@@ -257,10 +261,6 @@ def train() -> list[Row]:
     rows.append({"benchmark": "train, peak memory", "unit": "GB", "ours": ours, "baseline": usual,
                  "vs_baseline": usual / ours})  # fmt: skip
     return rows
-
-
-def _doubled(groups: list[list[Script]]) -> list[list[Script]]:
-    return [[script for script in group[: GROUP // 2] for _ in range(2)] for group in groups]
 
 
 def _apart(task: Callable[..., Any], *arguments: Any) -> Any:
@@ -435,7 +435,8 @@ def serve() -> list[Row]:
         parts["an action"].append(time.perf_counter() - before)
         walker = RetrievalEnv(graphs[question.conversation_id], question, CONFIG.env)
         started = time.perf_counter()
-        walk([[walker]], TransformersSampler(policy(), chat().end, 12, temperature=0), chat(), max_tokens=2048)
+        walk([[walker]], TransformersSampler(policy(), chat().end, 12, temperature=0), chat(), max_tokens=2048,
+             grammar_tokens=12)  # fmt: skip
         parts["whole"].append(time.perf_counter() - started)
     return [{"benchmark": f"serve, {name}", "unit": "s", "ours": statistics.median(kept)}
             for name, kept in parts.items()]  # fmt: skip
@@ -483,16 +484,17 @@ def benchmark(parts: Sequence[str], out: Path) -> None:
         print(table(rows, COLUMNS), f"\n{part}: written to {path}", flush=True)
 
 
-COLUMNS = ("benchmark", "unit", "ours", "baseline", "floor", "vs_baseline", "vs_floor", "padding")
+COLUMNS = ("benchmark", "unit", "ours", "baseline", "floor", "vs_baseline", "vs_floor", "padding", "same")
 
 
 def markdown(result: dict[str, Any]) -> str:
     """Return the result as a table."""
     return "\n\n".join([
         "# Speed",
-        f"Made by `cuewalk benchmark` on {result['threads']} threads (the JSON has each row's commit). Medians, all "
-        "sides in turns in one run; ratios above 1 mean that ours is faster. `baseline` is the usual way: each turn "
-        "generated from the whole history again, TRL's own loss on the same rows. `floor` is bare forward passes over "
-        "the tokens that must be computed, bare FAISS, or bare encoding.",
+        f"Made by `cuewalk benchmark` on {result['threads']} threads of a CPU (the JSON has each row's commit). All "
+        f"sides in turns in one run: medians of {ROUNDS} rounds, one where only the shape grows. Ratios above 1 mean "
+        "that ours is faster. `baseline` is the usual way: each turn generated from the whole history again, TRL's own "
+        "loss on the same rows; of two processes, one such. `floor` is bare forward (and backward) passes over as many "
+        "tokens in one sequence, bare FAISS, or bare encoding. `same`: equal results.",
         table(result["rows"], COLUMNS),
     ]) + "\n"  # fmt: skip

@@ -123,7 +123,13 @@ def _play(options: argparse.Namespace) -> None:
     conversation = {question.conversation_id: tasks.conversations[question.conversation_id]}
     graph = load_graphs(config, conversation, SentenceEncoder(config.encoder))[question.conversation_id]
     gold, judge = tasks.gold[question.id], TrajectoryJudge(config.judge)
-    env = RetrievalEnv(graph, question, config.env, rank=rank_of(config, Path(config.run_dir)))
+    rules, rank = config.env, None
+    if (Path(config.run_dir) / "ranker.json").exists():
+        rank = rank_of(config, Path(config.run_dir))
+    elif rules.order == "ranker":
+        print("No ranker was trained yet: the candidates come in search order.\n")
+        rules = replace(rules, order="search")
+    env = RetrievalEnv(graph, question, rules, rank=rank)
     shown, ended = env.reset(seed=config.seed)[0], False
     while not ended:
         print(shown)

@@ -14,14 +14,16 @@ from pydantic import TypeAdapter
 from tqdm import tqdm
 
 from cuewalk.env import Question, Tasks, Trajectory
+from cuewalk.env.render import RENDERER
 from cuewalk.env.tasks import DataError, select, splits
 from cuewalk.judges import TrajectoryJudge, evidence_recall
 from cuewalk.memory import SentenceEncoder
 from cuewalk.memory.models import load_language_model, load_tokenizer
 from cuewalk.rl import baselines
-from cuewalk.rl.config import Config, ConfigError
+from cuewalk.rl.config import Config, ConfigError, config_tree
 from cuewalk.rl.curve import OFFSETS, Record, Served, choose_offset, cut, record, stopping
 from cuewalk.rl.data import Memories, load_graphs, load_part, rank_of
+from cuewalk.rl.export import GRAMMAR
 from cuewalk.rl.measures import measure_entries, measure_walk
 from cuewalk.rl.oracle import oracle_action, searching_oracle
 from cuewalk.rl.ranker import THRESHOLDS, Ranker, expand_likely
@@ -108,10 +110,15 @@ class Bench:
         return {q.id: cut(kept[q.id], partial(self.memories.env, q)) for q in questions}
 
     def digest(self, policy: str) -> str:
-        """Return a digest of what decides how a policy walks: its weights, the rules, the ranker."""
-        run, whole = Path(self.config.run_dir), hashlib.sha256(repr((self.config.env, self.config.model)).encode())
+        """Return a digest of what decides how a policy walks: weights, memories, rules and what is shown of them."""
+        free: dict[str, Any] = {"run_dir": "", "memory_dir": "", "evaluation": None, "grpo": {}, "judge": None}
+        tree = config_tree(self.config) | free
+        tree["sampling"]["stop_offset"] = 0.0
+        graphs = sorted(graph.digest for graph in self.memories.graphs.values())
+        whole = hashlib.sha256(repr((tree, graphs, RENDERER, GRAMMAR)).encode())
+        run = Path(self.config.run_dir)
         for path in (run / policy.split()[0] / "adapter_model.safetensors", run / "ranker.json"):
-            whole.update(path.read_bytes())
+            whole.update(path.read_bytes() if path.exists() else b"")
         return whole.hexdigest()[:12]
 
     def best(self, served: Sequence[Served]) -> tuple[float, float]:
@@ -204,18 +211,18 @@ def evaluate(config: Config) -> dict[str, Any]:
     graphs = load_graphs(config, {**part.conversations, **val.conversations}, SentenceEncoder(config.encoder))
     memories = Memories(graphs, config.env, rank_of(config, run))
     bench = Bench(config, part, memories, TrajectoryJudge(config.judge), Chat(load_tokenizer(config.model)))
-    ranker = Ranker.load(run / "ranker.json")
-    threshold = choose_threshold(ranker, val, memories, bench.judge)
     scripted: dict[str, baselines.Scripted] = {
         "stop": baselines.expand_top(0),
         "random": baselines.random_walk,
         "expand_top=1": baselines.expand_top(1),
         "expand_top=3": baselines.expand_top(3),
         "expand_all": baselines.expand_top(config.env.budget),
-        "ranker": expand_likely(ranker, threshold),
         "oracle_one_hop": oracle_action,
         "oracle": searching_oracle,
     }
+    if (run / "ranker.json").exists():  # where there was something to learn
+        ranker = Ranker.load(run / "ranker.json")
+        scripted["ranker"] = expand_likely(ranker, choose_threshold(ranker, val, memories, bench.judge))
     retrievers: dict[str, Callable[..., list[Found]]] = {
         **{f"top_k={k}": partial(bench.search, k) for k in TOP_K},
         **{name: partial(bench.walk, policy) for name, policy in scripted.items()},

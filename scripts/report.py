@@ -69,6 +69,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"Data: {data['dataset']} {data['split']}, {data['n']} questions ({data['n_clean']} without a known error in "
         f"their gold); policies with a language model were asked {data['n_asked']} of them.",
     ]
+    if data["split"].endswith("val"):
+        parts.append("Offsets, the ranker's threshold and the stopping thresholds were chosen on these very questions.")
     if training:
         parts.append(
             f"GRPO: {training['grpo_steps']} steps, {training['groups']} groups, {training['groups_live']} of them "

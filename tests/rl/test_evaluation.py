@@ -1,5 +1,6 @@
 import itertools
 import json
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -122,6 +123,37 @@ def test_the_ranker_learns_which_candidates_hold_evidence(graph, conversation, t
         fit_ranker(dog_tasks(conversation, ("m1",)), {"toy": graph}, RULES)
 
 
+def test_the_ranker_takes_by_the_chances_that_it_ordered_by(graph, conversation):
+    """Its score stands in place of the cosine then, and its order in place of the search's: neither may be read."""
+    tasks = dog_tasks(conversation, ("m6",))
+    ranker = fit_ranker(tasks, {"toy": graph}, RULES)
+    ordered = RetrievalEnv(
+        graph, tasks.questions[0], EnvConfig(k=1, budget=3, frontier_cap=2, order="ranker"), rank=ranker
+    )
+    ordered.reset()
+    pool = graph.frontier("dog ", ordered.state.working, set(ordered.state.working), RULES.links, 8)
+    chances = sorted(ranker(graph, "dog ", ordered.state.working, pool))[::-1]
+    assert [link.score**2 for _, link in ordered.state.frontier] == pytest.approx(chances[:2])
+    gold = tasks.gold["toy:0"]
+    between = (chances[0] + chances[1]) / 2
+    assert len(baselines.run_scripted(expand_likely(ranker, between), ordered, gold).added) == 1
+    assert baselines.run_scripted(expand_likely(ranker, chances[0] + 0.01), ordered, gold).added == ()
+    first = [link for _, link in ordered.state.frontier][:1]
+    assert features(graph, "dog", ["e0"], first, ())[0, 0] == pytest.approx(
+        features(graph, "dog", ["e0"], [replace(first[0], score=0.0)], ())[0, 0]
+    )
+
+
+def test_a_walk_without_a_budget_keeps_the_first_search(graph, question, gold, tiny_model, chat):
+    model = load_language_model(str(tiny_model), "float32", device="cpu")
+    env = RetrievalEnv(graph, question, EnvConfig(k=1, budget=0))
+    (row,) = walk_greedily([env], model, chat, SamplingConfig(max_action_tokens=8))
+    assert row.trajectory.working == ("e0",) and row.trajectory.ending == "budget" and not row.completion
+    assert baselines.run_scripted(baselines.expand_top(1), env, gold) == row.trajectory
+    (kept,) = record([env], model, chat, SamplingConfig(max_action_tokens=8))
+    assert cut(kept, lambda: env).walks == (row.trajectory,)
+
+
 def test_a_ranker_that_is_absent_or_of_other_features_is_refused(tmp_path):
     with pytest.raises(ValueError, match="train first"):
         Ranker.load(tmp_path / "ranker.json")
@@ -136,7 +168,7 @@ def test_features_are_what_their_names_say(graph):
     dog, other = features(graph, "When was Bob with the dog?", ["e0"], links, ("segment", "similar"))
     half = 0.5**0.5  # dog and garden are two axes: the cosine of e5 with e0, which has the dog alone
     by_name = dict(zip((*FEATURES, "segment", "similar"), dog, strict=True))
-    assert by_name["cosine"] == 0.7 and by_name["place"] == 0.0 and by_name["speaker_named"] == 1.0
+    assert by_name["cosine"] == pytest.approx(half) and by_name["place"] == 0.0 and by_name["speaker_named"] == 1.0
     assert by_name["nearest"] == by_name["mean_near"] == by_name["near_first"] == pytest.approx(half)
     assert by_name["asks_when"] == by_name["sources"] == by_name["similar"] == 1.0 and by_name["segment"] == 0.0
     assert by_name["apart"] == by_name["apart_from_first"] == pytest.approx(np.log(6))

@@ -284,6 +284,9 @@ def test_enumerated_groups_need_a_row_for_every_action(config, tmp_path):
     config = replace(config, sampling=replace(config.sampling, groups="enumerated"))
     with pytest.raises(ConfigError, match=r"num_generations = 2, but .* env.frontier_cap \+ 1 = 5"):
         prepare_arguments(config, tmp_path, 4)
+    for wrong in ({"beta": 0.1}, {"loss_type": "grpo"}):
+        with pytest.raises(ConfigError, match="exact only without grpo.beta"):
+            prepare_arguments(replace(config, grpo=config.grpo | ENUMERATED | wrong), tmp_path, 4)
     with pytest.raises(ValueError, match="samples nothing"):
         SamplingConfig(groups="enumerated", engine="vllm")
 
