@@ -114,7 +114,7 @@ def enumerate_first(make: Callable[[], RetrievalEnv], size: int, chat: Chat, see
     """Take every action of the first state once, STOP and each letter alone, and stop then: `size` rows, none sampled.
 
     Only what is decided counts: whether to stop, and the letter. Where there are fewer letters than rows, the rest
-    stop, and nothing of them counts.
+    fill up: nothing of them is masked in, and they get no verdict.
     """
     rows: list[Row] = []
     for place in range(size):
