@@ -99,13 +99,15 @@ class Rollouts:
         asked = [by_id[prompt[0]["question_id"]] for prompt in prompts[::size]]
         groups, replaced = self.collect(asked, size, sampler, draw), 0
         causes = Counter(self.cause(group) for group in groups if not group.live)
+        tried = {question.id for question in asked}
         for _ in range(sampling.replacements):
             dead = [place for place, group in enumerate(groups) if not group.live]
-            fresh = [q for q in self.tasks.questions if q.id not in {group.question.id for group in groups}]
+            fresh = [question for question in self.tasks.questions if question.id not in tried]
             if not dead or not fresh:
                 break
             others = draw.sample(fresh, min(len(dead), len(fresh)))
             replaced += len(others)
+            tried |= {question.id for question in others}
             for place, group in zip(dead, self.collect(others, size, sampler, draw), strict=False):
                 groups[place] = group
         model.train(was_training)

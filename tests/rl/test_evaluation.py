@@ -9,17 +9,19 @@ import pytest
 from scipy import stats
 
 from cuewalk.env import EnvConfig, Gold, Question, RetrievalEnv, Tasks
+from cuewalk.judges import TrajectoryJudge
 from cuewalk.memory import Link
 from cuewalk.memory.models import load_language_model
 from cuewalk.rl import Config, baselines
 from cuewalk.rl.config import SamplingConfig
-from cuewalk.rl.curve import Served, choose_offset, cut, record, stopping
+from cuewalk.rl.curve import Record, Served, choose_offset, cut, record, stopping
+from cuewalk.rl.data import Memories
 from cuewalk.rl.measures import measure_entries, measure_walk
 from cuewalk.rl.oracle import oracle_action
 from cuewalk.rl.ranker import FEATURES, Ranker, expand_likely, features, fit_ranker
 from cuewalk.rl.rollout import walk_greedily
 from cuewalk.rl.statistics import compare
-from cuewalk.scripts.evaluate import COLUMNS, Altered, no_text, other_question, summarise
+from cuewalk.scripts.evaluate import COLUMNS, Altered, Bench, no_text, other_question, summarise
 from cuewalk.scripts.report import markdown
 
 RULES = EnvConfig(k=1, budget=3, frontier_cap=4, new_lines=1)
@@ -330,3 +332,40 @@ def test_controls_alter_what_is_read_and_nothing_else(graph, question, chat):
     assert altered.following("Candidates:\nBob: He came 3e C\nBudget 2.") == chat.following(
         "Candidates:\n… 3e C\nBudget 2."
     )
+
+
+def bench_of(config, graph, conversation, question, gold, chat):
+    tasks = Tasks({"toy": conversation}, (question,), {question.id: gold})
+    return Bench(config, tasks, Memories({"toy": graph}, config.env), TrajectoryJudge(), chat)
+
+
+def test_a_curve_and_its_best_offset_are_read_off_the_walks(graph, conversation, question, gold, chat):
+    """Two expansions, the second useless; STOP leads by -1 before the first and by .5 before the second."""
+    bench = bench_of(Config(env=RULES), graph, conversation, question, gold, chat)
+    env = bench.memories.env(question)
+    env.reset()
+    useful = next(label for label, link in env.state.frontier if link.entry == "e1")
+    other = next(label for label, link in env.state.frontier if link.entry != "e1")
+    kept = Record(question.id, (f"EXPAND {useful}", f"EXPAND {other}"), (-1.0, 0.5), (10, 20, 30))
+    served = {question.id: cut(kept, lambda: bench.memories.env(question))}
+    points = {point["offset"]: point for point in bench.points(served)}
+    assert [points[o]["entries"] for o in (-7.8125, -0.5625, 0.0, 0.8125, 1.0625, 7.8125)] == [3, 3, 2, 2, 1, 1]
+    assert [points[o]["evidence_recall"] for o in (-0.5625, 0.0, 1.0625)] == [1.0, 1.0, 0.5]
+    assert bench.best(list(served.values())) == (0.0, pytest.approx(0.5 - 0.015))
+    scores, complete = bench.scores("margin", served)
+    assert (scores, complete) == ([-1.0], [False])
+    assert bench.scores(None, served)[0] == [-max(link.score for _, link in env.state.frontier)]
+
+
+def test_walks_are_kept_under_all_that_decides_them(graph, conversation, question, gold, chat, tmp_path):
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "adapter_model.safetensors").write_bytes(b"weights")
+    config = Config(env=RULES, run_dir=str(tmp_path))
+    of = lambda config: bench_of(config, graph, conversation, question, gold, chat).digest("trained on validation")  # noqa: E731
+    first = of(config)
+    assert of(replace(config, sampling=SamplingConfig(stop_offset=1.0), memory_dir="elsewhere")) == first
+    changed = [replace(config, env=replace(RULES, budget=2)), replace(config, dtype="float32"),
+               replace(config, memory=replace(config.memory, nearest=3)),
+               replace(config, sampling=SamplingConfig(max_action_tokens=9))]  # fmt: skip
+    (tmp_path / "ranker.json").write_bytes(b"other")
+    assert len({first, of(config), *map(of, changed)}) == 2 + len(changed)
