@@ -175,6 +175,8 @@ GOLDEN = [
 class Says:
     """A sampler at the seam that says what the test wrote."""
 
+    margins = ()
+
     def __init__(self, chat, *lines):
         self.turns = [chat.action(line) for line in lines]
 
