@@ -83,6 +83,7 @@ class Rollouts:
     chat: Chat
     judge: TrajectoryJudge
     log: dict[str, float] = field(default_factory=dict)
+    step: int = 0
     vllm: VLLMSampler | None = None  #: Made at the first step, with `sampling.engine` vllm.
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
@@ -92,12 +93,13 @@ class Rollouts:
         model = trainer.accelerator.unwrap_model(trainer.model)
         was_training = model.training
         model.eval()
-        draw = random.Random(f"{self.config.seed}/{trainer.state.global_step}/{trainer.accelerator.process_index}")
+        self.step = trainer.state.global_step
+        draw = random.Random(f"{self.config.seed}/{self.step}/{trainer.accelerator.process_index}")
         sampling = self.config.sampling
         sampler = self.sampler(model, trainer, draw)
         by_id = {question.id: question for question in self.tasks.questions}
         asked = [by_id[prompt[0]["question_id"]] for prompt in prompts[::size]]
-        groups, replaced = self.collect(asked, size, sampler, draw), 0
+        groups, replaced = self.collect(asked, size, sampler), 0
         causes = Counter(self.cause(group) for group in groups if not group.live)
         tried = {question.id for question in asked}
         for _ in range(sampling.replacements):
@@ -108,7 +110,7 @@ class Rollouts:
             others = draw.sample(fresh, min(len(dead), len(fresh)))
             replaced += len(others)
             tried |= {question.id for question in others}
-            for place, group in zip(dead, self.collect(others, size, sampler, draw), strict=False):
+            for place, group in zip(dead, self.collect(others, size, sampler), strict=False):
                 groups[place] = group
         model.train(was_training)
         self.log = summarise(groups, causes, replaced) | {
@@ -140,9 +142,11 @@ class Rollouts:
         self.vllm.hand_over(model, trainer.state.global_step)
         return self.vllm
 
-    def collect(self, questions: Sequence[Question], size: int, sampler: Sampler, draw: random.Random) -> list[Group]:
+    def collect(self, questions: Sequence[Question], size: int, sampler: Sampler) -> list[Group]:
         """Walk and judge one group a question."""
-        config, seeds = self.config, [draw.getrandbits(31) for _ in questions]
+        config = self.config
+        # The letters hang on question and step alone: several processes show what one would.
+        seeds = [random.Random(f"{config.seed}/{self.step}/{question.id}").getrandbits(31) for question in questions]
         if config.sampling.groups == "enumerated":
             asked = [partial(self.memories.env, question) for question in questions]
             walked = [enumerate_first(env, size, self.chat, seed) for env, seed in zip(asked, seeds, strict=True)]
