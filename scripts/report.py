@@ -1,7 +1,7 @@
 """Results for people: a Markdown twin of the JSON, and plots."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pandas as pd
 
 from cuewalk.env.tasks import CATEGORIES
 from cuewalk.rl.run import read_metrics
+from cuewalk.scripts.results import markdown_table
 
 COLUMNS = {
     "recall_at_8": "recall@8",
@@ -52,12 +53,7 @@ def table(rows: list[dict[str, Any]], columns: Mapping[str, str] = COLUMNS) -> s
     """Return rows of measures as a Markdown table; `columns` are keys and titles."""
     numbers = [[_number(row.get(key)) for key in columns] for row in rows]
     cells = [[row["policy"], row["n"], *found] for row, found in zip(rows, numbers, strict=True)]
-    return _markdown_table(["policy", "n", *columns.values()], cells)
-
-
-def _markdown_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    head, *lines = ("| " + " | ".join(map(str, cells)) + " |" for cells in (titles, *rows))
-    return "\n".join([head, "|" + "---|" * len(titles), *lines])
+    return markdown_table(["policy", "n", *columns.values()], cells)
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -104,13 +100,13 @@ def markdown(result: dict[str, Any]) -> str:
             "accuracy at the threshold that is best on validation. `top_score` is the rule that stops where the best "
             "candidate scores low. Offsets on STOP chosen on validation for the reward: "
             + ", ".join(f"{curve['policy']} {curve['chosen']:+.2f}" for curve in result["curves"]) + ".",
-            _markdown_table(("policy", "AUROC", "balanced accuracy"), [
+            markdown_table(("policy", "AUROC", "balanced accuracy"), [
                 (row["policy"], _number(row["auroc"]), _number(row["balanced_accuracy"])) for row in result["stopping"]
             ]),
             "## Does it read?",
             "Best mean reward on the validation questions over all offsets on STOP: as it is, with the candidates' "
             "text blanked, and with another question asked. A policy that reads loses by both.",
-            _markdown_table(("policy", "sees", "reward"), [
+            markdown_table(("policy", "sees", "reward"), [
                 (row["policy"], row["control"] or "everything", _number(row["reward"])) for row in result["controls"]
             ]),
         ]  # fmt: skip
@@ -123,7 +119,7 @@ def markdown(result: dict[str, Any]) -> str:
         "## Paired differences",
         "By question, averaged within each conversation; 95% interval by t over the conversations, and beside it the "
         "bootstrap over questions within conversations.",
-        _markdown_table(titles, comparisons),
+        markdown_table(titles, comparisons),
     ]
     return "\n\n".join(parts) + "\n"
 

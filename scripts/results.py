@@ -4,7 +4,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,13 @@ def race(tasks: Sequence[Callable[[], Any]], times: int) -> list[float]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """Return rows as a Markdown table."""
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for row in rows:
-        cells = [row.get(column) for column in columns]
-        shown = ["–" if c is None else f"{c:.3f}" if isinstance(c, float) else str(c) for c in cells]
-        lines.append("| " + " | ".join(shown) + " |")
-    return "\n".join(lines)
+    """Return these columns of the rows as a Markdown table."""
+    cells = [[row.get(column) for column in columns] for row in rows]
+    shown = [["–" if c is None else f"{c:.3f}" if isinstance(c, float) else c for c in line] for line in cells]
+    return markdown_table(columns, shown)
+
+
+def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return cells as they are as a Markdown table."""
+    head, *lines = ("| " + " | ".join(map(str, cells)) + " |" for cells in (titles, *rows))
+    return "\n".join([head, "|" + "---|" * len(titles), *lines])
