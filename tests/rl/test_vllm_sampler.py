@@ -5,9 +5,6 @@
 import importlib.util
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +18,7 @@ import torch
 from peft import PeftModel
 
 from cuewalk.env import EnvConfig, RetrievalEnv
+from cuewalk.judges import Verdict
 from cuewalk.memory.models import load_language_model
 from cuewalk.rl.config import Config, ConfigError, SamplingConfig, parse_config
 from cuewalk.rl.grpo import WalkTrainer, importance_weights
@@ -29,7 +27,7 @@ from cuewalk.rl.sampler import TransformersSampler
 from cuewalk.rl.train import new_adapter
 from cuewalk.rl.transcript import Chat
 from cuewalk.rl.vllm_sampler import InProcess, SamplerError, Server, VLLMSampler, check_vllm
-from tests.memory.test_vllm import SETTINGS, wait_until_healthy
+from tests.memory.test_vllm import SETTINGS, serving
 from tests.rl.test_training import config, run_grpo, tasks  # noqa: F401
 
 
@@ -74,30 +72,12 @@ def in_process(job):
 
 @pytest.fixture(scope="module")
 def server(tiny_model, tmp_path_factory):
-    """Start vLLM's server for the tiny model, and give its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "2100"]
-    command += ["--enforce-eager", "--enable-lora", "--max-lora-rank", "16"]
-    command += ["--logprobs-mode", "processed_logprobs"]
+    """Serve the tiny model, and give the address."""
+    options = ["--model", str(tiny_model), "--dtype", "float32", "--max-model-len", "2100", "--enable-lora"]
+    options += ["--max-lora-rank", "16", "--logprobs-mode", "processed_logprobs"]
     log = tmp_path_factory.mktemp("vllm") / "server.log"
-    settings = os.environ | SETTINGS | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # else `timeout` would leave the server behind
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=settings, start_new_session=True)
-    try:
-        wait_until_healthy(f"http://127.0.0.1:{port}/health", process, log)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=30)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the engine is the server's child
-            signal.signal(signal.SIGTERM, before)
+    with serving(log, *options, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as address:
+        yield address
 
 
 @pytest.fixture(params=["in_process", "server"])
@@ -217,6 +197,16 @@ def test_an_adapter_that_is_not_there_is_refused_by_the_server(server, job, tmp_
     check_vllm(None, 1)
 
 
+class InTurn:
+    """A judge that pays every row more than the one before it: a group is live, whatever a random model says."""
+
+    scored = 0
+
+    def score(self, trajectory, graph, gold) -> Verdict:
+        self.scored += 1
+        return Verdict(float(self.scored), {}, "")
+
+
 @real
 def test_a_training_step_samples_with_vllm_and_logs_how_far_it_is(
     server,
@@ -228,11 +218,11 @@ def test_a_training_step_samples_with_vllm_and_logs_how_far_it_is(
 ):
     sampling = replace(config.sampling, engine="vllm", server=server)
     config = replace(config, grpo=config.grpo | {"max_steps": 2}, sampling=sampling)
-    before, after, _ = run_grpo(config, tasks, graph, chat, tmp_path / "run")
+    before, after, _ = run_grpo(config, tasks, graph, chat, tmp_path / "run", InTurn())
     assert any(not torch.equal(before[name], after[name]) for name in before)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "sampling/logp_difference_mean" in line]
-    assert len(steps) == 2
+    assert [line["groups/live"] for line in steps] == [2, 2]
     for line in steps:
         assert 0 < line["sampling/logp_difference_mean"] <= line["sampling/logp_difference_max"] < CLOSE
         assert line["sampling/weight_mean"] == pytest.approx(1, abs=CLOSE)
