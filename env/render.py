@@ -17,6 +17,9 @@ KIND_LETTERS = {
     "near_group": "r", "search": "s",
 }  # fmt: skip
 
+CANDIDATE = re.compile(r"^(?P<text>.*) (?P<score>\d[a-z]) (?P<label>[A-Za-z])$", re.MULTILINE)
+"""A candidate's line in an observation; `plain` sees to it that no other line looks like one."""
+
 QUESTION_WORDS = 60
 SPEAKER_WORDS = 6  # documents speak under their headers
 MAX_WORD = 10

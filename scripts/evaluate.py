@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from tqdm import tqdm
 
 from cuewalk.env import Question, Tasks, Trajectory
-from cuewalk.env.render import RENDERER
+from cuewalk.env.render import CANDIDATE, RENDERER
 from cuewalk.env.tasks import DataError, select, splits
 from cuewalk.judges import TrajectoryJudge, evidence_recall
 from cuewalk.memory import SentenceEncoder
@@ -62,7 +62,7 @@ class Altered(Chat):
 
 def no_text(observation: str) -> str:
     """Blank the candidates: speaker and text go; score, link and letter stay."""
-    return re.sub(r"^.* (\d[a-z] [A-Za-z])$", r"… \1", observation, flags=re.M)
+    return CANDIDATE.sub(r"… \g<score> \g<label>", observation)
 
 
 def other_question(observation: str) -> str:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from cuewalk.rl.oracle import oracle_action, searching_oracle
 from cuewalk.rl.rollout import Row
 from cuewalk.rl.run import last_step
 from cuewalk.rl.train import new_adapter
-from cuewalk.rl.warm_start import _filled, _targets, collate, set_logps, teach_rows, warm_start
+from cuewalk.rl.warm_start import _filled, _targets, collate, teach_rows, teach_scores, warm_start
 from tests.conftest import at
 
 RULES = EnvConfig(k=1, budget=3, frontier_cap=4, new_lines=1)
@@ -388,6 +389,12 @@ def test_teaching_rows_hold_the_oracles_walks(config, tasks, graph, chat):
         assert said[-1] == chat.end and row["positions"][-1] == len(row["input_ids"]) - 1
     texts = ["".join(chat.tokenizer.decode([row["input_ids"][p] for p in row["positions"]])) for row in rows]
     assert sorted("EXPAND" in text for text in texts) == [False, True]
+    for row, text in zip(rows, texts, strict=True):  # every line shown is marked at its letter; the oracle's held gold
+        shown = chat.tokenizer.decode(row["input_ids"])
+        letters = [chat.tokenizer.decode([row["input_ids"][mark]]).strip() for mark in row["marks"]]
+        assert letters == re.findall(r" \d[a-z] ([A-Za-z])\n", shown) and len(letters) >= 4
+        held = [letter for letter, holds in zip(letters, row["held"], strict=True) if holds]
+        assert held == (["EXPAND" in text] and sorted(re.findall(r"\b[A-Za-z]\b", text), key=letters.index))
     with pytest.raises(ValueError, match=r"warm_start.rows = 99 .*lower rows or change stop_share"):
         more = replace(config, warm_start=WarmStartConfig(rows=99))
         teach_rows(more, tasks, Memories({"toy": graph}, config.env), chat)
@@ -396,14 +403,17 @@ def test_teaching_rows_hold_the_oracles_walks(config, tasks, graph, chat):
 def test_the_set_likelihood_sums_over_what_is_right(config):
     model = new_adapter(config)
     rows = [
-        {"input_ids": [5, 6, 7, 8, 2], "positions": [3, 4], "targets": [[8, 9], [2]]},
-        {"input_ids": [5, 6, 2], "positions": [2], "targets": [[2]]},
+        {"input_ids": [5, 6, 7, 8, 2], "positions": [3, 4], "targets": [[8, 9], [2]], "marks": [1], "held": [True]},
+        {"input_ids": [5, 6, 2], "positions": [2], "targets": [[2]], "marks": [0, 1], "held": [False, False]},
     ]
-    found = set_logps(model, collate(rows))
+    batch = collate(rows)
+    found, said = teach_scores(model, batch, (11, 12))
     scores = model(torch.tensor([rows[0]["input_ids"]])).logits[0].log_softmax(-1)
     short = model(torch.tensor([rows[1]["input_ids"]])).logits[0].log_softmax(-1)
     expected = [scores[2, [8, 9]].logsumexp(0), scores[3, 2], short[1, 2]]
     assert torch.allclose(found, torch.stack(expected), atol=1e-5)
+    expected = [scores[1, 11] - scores[1, 12], short[0, 11] - short[0, 12], short[1, 11] - short[1, 12]]
+    assert torch.allclose(said, torch.stack(expected), atol=1e-5) and batch["held"].tolist() == [1, 0, 0]
 
 
 def test_the_warm_start_lowers_its_loss_and_saves_an_adapter(config, tasks, graph, chat, tmp_path):
@@ -414,4 +424,6 @@ def test_the_warm_start_lowers_its_loss_and_saves_an_adapter(config, tasks, grap
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < 0.5 * losses[0]
+    marked = [line["marked/evidence"] - line["marked/other"] for line in lines if "loss" in line]
+    assert marked[-1] > marked[0] + 0.3
     assert set(load_file(tmp_path / "run" / "warm_start" / "adapter_model.safetensors"))
