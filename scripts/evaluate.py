@@ -21,16 +21,16 @@ from cuewalk.memory import SentenceEncoder
 from cuewalk.memory.models import load_language_model, load_tokenizer
 from cuewalk.rl import baselines
 from cuewalk.rl.config import Config, ConfigError, config_tree
-from cuewalk.rl.curve import OFFSETS, Record, Served, choose_offset, cut, record, stopping
 from cuewalk.rl.data import Memories, load_graphs, load_part, rank_of
 from cuewalk.rl.export import GRAMMAR
-from cuewalk.rl.measures import measure_entries, measure_walk
 from cuewalk.rl.oracle import oracle_action, searching_oracle
 from cuewalk.rl.ranker import THRESHOLDS, Ranker, expand_likely
 from cuewalk.rl.rollout import walk_greedily
 from cuewalk.rl.run import provenance, read_metrics
-from cuewalk.rl.statistics import compare
 from cuewalk.rl.transcript import Chat
+from cuewalk.scripts.curve import OFFSETS, Record, Served, choose_offset, cut, record, stopping
+from cuewalk.scripts.measures import measure_entries, measure_walk
+from cuewalk.scripts.paired import compare
 
 Found = tuple[Sequence[str] | Trajectory, int]
 """A working set, or a walk and the set it ended with; and the tokens of the language model, 0 without one."""
