@@ -20,7 +20,7 @@ from cuewalk.rl.config import Config, ConfigError
 from cuewalk.rl.data import Memories
 from cuewalk.rl.oracle import oracle_action
 from cuewalk.rl.run import MetricsLog, run_trainer, trainer_defaults
-from cuewalk.rl.scoring import pad_rows
+from cuewalk.rl.scoring import pad_rows, shares_prompts
 from cuewalk.rl.transcript import Chat
 
 
@@ -118,11 +118,12 @@ class TeachTrainer(SFTTrainer):  # type: ignore[misc]
 
     pointwise = 0.0  #: Weight of the loss at the marks.
     verdicts = (0, 1)  #: The ids of yes and no.
+    plain = False  #: The model's hidden states through its head are not its logits.
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> torch.Tensor:
         """Return the loss of one batch; the batch's positions weigh alike."""
         inner = self.accelerator.unwrap_model(model)
-        logps, said = _ForwardRedirection()(model, inner, teach_scores, inner, inputs, self.verdicts)
+        logps, said = _ForwardRedirection()(model, inner, teach_scores, inner, inputs, self.verdicts, self.plain)
         loss: torch.Tensor = -logps.mean()
         held, metrics = inputs["held"], self._metrics["train"]
         metrics["certain"].append(float((logps.exp() > 0.5).float().mean()))
@@ -134,18 +135,21 @@ class TeachTrainer(SFTTrainer):  # type: ignore[misc]
         return loss
 
 
-def teach_scores(model: Any, inputs: dict[str, Any], verdicts: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def teach_scores(
+    model: Any, inputs: dict[str, Any], verdicts: tuple[int, int], plain: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log Σ_{right ids} π(id) at a batch's action positions, (N,), and yes against no at its marks, (M,).
 
-    Both float32; `verdicts` are the ids of yes and no.
+    Both float32; `verdicts` are the ids of yes and no. `plain` sends every position through the head.
     """
     decoder, head = decoder_and_head(model)
-    hidden = decoder(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False)
-    at = hidden.last_hidden_state[inputs["rows"], inputs["positions"] - 1]  # the state before each action id
-    scores = head(at).float().log_softmax(-1)
-    right = scores.gather(1, inputs["targets"]).masked_fill(~inputs["is_target"], -torch.inf)
-    marked = hidden.last_hidden_state[inputs["mark_rows"], inputs["marks"]]
-    yes, no = head(marked)[:, list(verdicts)].float().T
+    asked = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"], "use_cache": False}
+    states = model(**asked).logits if plain else decoder(**asked).last_hidden_state
+    before, marked = states[inputs["rows"], inputs["positions"] - 1], states[inputs["mark_rows"], inputs["marks"]]
+    if not plain:
+        before, marked = head(before), head(marked)
+    right = before.float().log_softmax(-1).gather(1, inputs["targets"]).masked_fill(~inputs["is_target"], -torch.inf)
+    yes, no = marked[:, list(verdicts)].float().T
     return right.logsumexp(1), yes - no
 
 
@@ -193,5 +197,6 @@ def warm_start(config: Config, run: Path, model: Any, chat: Chat, rows: list[dic
         processing_class=chat.tokenizer,
         callbacks=[MetricsLog(run / "metrics.jsonl", "warm_start")],
     )
+    trainer.plain = not shares_prompts(model, config.sampling.max_tokens)
     trainer.pointwise, trainer.verdicts = config.warm_start.pointwise, chat.verdicts
     run_trainer(trainer, run / "warm_start")

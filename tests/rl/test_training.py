@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, GraniteConfig, GraniteForCausalLM
 from trl import GRPOTrainer
 
 from cuewalk.env import EnvConfig, Expand, Gold, Question, RetrievalEnv, Stop, Tasks
@@ -94,6 +95,32 @@ def test_steps_move_the_adapter_and_no_base_weight(config, tasks, graph, chat, t
     assert lines[0]["stage"] == "grpo" and lines[0]["groups/all"] == 2
     assert {"reward/letters", "ended/malformed", "actions/stop", "bad/unparsable", "entropy",
             "groups/dead_one_trajectory", "groups/distinct_trajectories"} <= set(lines[0])  # fmt: skip
+
+
+def test_a_model_that_cannot_share_prompts_is_warmed_up_and_trained_all_the_same(config, tasks, graph, chat, tmp_path):
+    sizes = AutoConfig.from_pretrained(config.model).to_dict()
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "bos_token_id", "eos_token_id", "initializer_range")  # fmt: skip
+    torch.manual_seed(0)
+    GraniteForCausalLM(GraniteConfig(**{key: sizes[key] for key in kept}, logits_scaling=3.0)).save_pretrained(
+        path := tmp_path / "granite"
+    )
+    config = replace(
+        config, model=str(path), warm_start=WarmStartConfig(rows=2, k=(1,)), grpo=config.grpo | {"max_steps": 1}
+    )
+    rows = teach_rows(config, tasks, Memories({"toy": graph}, config.env), chat)
+    (tmp_path / "run").mkdir()
+    model = new_adapter(config)
+    with pytest.warns(UserWarning, match="granite models can't share a prompt's forward pass"):
+        warm_start(config, tmp_path / "run", model, chat, rows)
+    expected, _ = teach_scores(model.eval(), batch := collate(rows), (11, 12), plain=True)
+    scores = model(torch.tensor([rows[0]["input_ids"]])).logits[0].log_softmax(-1)
+    at = rows[0]["positions"][0]
+    assert expected[0].item() == pytest.approx(scores[at - 1, rows[0]["targets"][0]].logsumexp(0).item(), abs=1e-4)
+    assert teach_scores(model, batch, (11, 12))[0][0].item() != pytest.approx(expected[0].item(), abs=1e-2)
+    with pytest.warns(UserWarning, match="granite"):
+        before, after, source = run_grpo(config, tasks, graph, chat, tmp_path / "run")
+    assert source.log["groups/live"] > 0 and any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def test_two_steps_and_two_resumed_are_four(config, tasks, graph, chat, tmp_path):
