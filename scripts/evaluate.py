@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -344,11 +345,21 @@ def _mean_row(policy: str, questions: str, own: pd.DataFrame) -> dict[str, Any]:
 
 
 def _training_facts(run: Path) -> dict[str, Any]:
-    """Return what a reader wants to know of the training: steps, groups, live ones, seconds."""
+    """Return what a reader wants to know of the training: steps, groups, live ones, seconds.
+
+    Groups per hour are those sampled, replaced ones too; rows of a group that are not distinct are computed once.
+    """
     path = run / "metrics.jsonl"
     if not path.exists():
         return {}
     steps, seconds = read_metrics(path)
     counts = {"groups": "groups/all", "groups_live": "groups/live", "groups_replaced": "groups/replaced"}
     sums = {name: sum(int(line[key]) for line in steps.values()) for name, key in counts.items()}
-    return {"grpo_steps": len(steps), **sums, "seconds": seconds}
+    hours = sum(line["step_time"] for line in steps.values()) / 3600
+    speed = {
+        "groups_per_hour": sum(sums[name] for name in ("groups", "groups_replaced")) / hours if hours else None,
+        "distinct_trajectories": fmean(line["groups/distinct_trajectories"] for line in steps.values())
+        if steps
+        else None,
+    }
+    return {"grpo_steps": len(steps), **sums, **speed, "seconds": seconds}
