@@ -69,7 +69,7 @@ def describe_walk(
         "ending": str(trajectory.ending),
         "verdict": verdict and {
             "reward": round(verdict.reward, 5),
-            "parts": {name: round(part, 5) for name, part in verdict.components.items()},
+            "parts": {name: round(part, 5) + 0.0 for name, part in verdict.components.items()},  # no -0.0
             "reason": verdict.reason,
         },
     }  # fmt: skip
