@@ -112,8 +112,9 @@ def _targets(said: Sequence[int], action: Expand | Stop, held: int, chat: Chat) 
 class TeachTrainer(SFTTrainer):  # type: ignore[misc]
     """SFT with a set likelihood at action positions, -log Σ_{right ids} π(id), and a pointwise loss at the marks.
 
-    Each is a mean over its positions. Only those go through the vocabulary head; TRL sends all of them, completion-only
-    loss or not.
+    The loss is the mean over the first ids of actions, where it is decided whether to stop, and that over their other
+    ids, so that letters don't drown what one id decides; and the mean over the marks. Only these positions go through
+    the vocabulary head; TRL sends all of them, completion-only loss or not.
     """
 
     pointwise = 0.0  #: Weight of the loss at the marks.
@@ -121,10 +122,11 @@ class TeachTrainer(SFTTrainer):  # type: ignore[misc]
     plain = False  #: The model's hidden states through its head are not its logits.
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> torch.Tensor:
-        """Return the loss of one batch; the batch's positions weigh alike."""
+        """Return the loss of one batch."""
         inner = self.accelerator.unwrap_model(model)
         logps, said = _ForwardRedirection()(model, inner, teach_scores, inner, inputs, self.verdicts, self.plain)
-        loss: torch.Tensor = -logps.mean()
+        begins = inputs["begins"]
+        loss: torch.Tensor = -logps[begins].mean() - logps[~begins].mean()
         held, metrics = inputs["held"], self._metrics["train"]
         metrics["certain"].append(float((logps.exp() > 0.5).float().mean()))
         if self.pointwise:
@@ -156,10 +158,11 @@ def teach_scores(
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Pad rows on the right and list their positions.
 
-    Of actions: `rows`, `positions` (N,), `targets` (N, most); of lines: `mark_rows`, `marks`, `held` (M,).
+    Of actions: `rows`, `positions`, `begins` (N,), `targets` (N, most); of lines: `mark_rows`, `marks`, `held` (M,).
     """
     ids, valid = pad_rows([row["input_ids"] for row in rows], "cpu")
     places = torch.tensor([(i, position) for i, row in enumerate(rows) for position in row["positions"]])
+    begins = [position - 1 not in set(row["positions"]) for row in rows for position in row["positions"]]
     marks = torch.tensor([(i, mark) for i, row in enumerate(rows) for mark in row["marks"]])
     targets, is_target = pad_rows([right for row in rows for right in row["targets"]], "cpu")
     return {
@@ -169,6 +172,7 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         "positions": places[:, 1],
         "targets": targets,
         "is_target": is_target.bool(),
+        "begins": torch.tensor(begins),
         "mark_rows": marks[:, 0],
         "marks": marks[:, 1],
         "held": torch.tensor([float(held) for row in rows for held in row["held"]]),

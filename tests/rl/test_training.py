@@ -434,6 +434,7 @@ def test_the_set_likelihood_sums_over_what_is_right(config):
         {"input_ids": [5, 6, 2], "positions": [2], "targets": [[2]], "marks": [0, 1], "held": [False, False]},
     ]
     batch = collate(rows)
+    assert batch["begins"].tolist() == [True, False, True]
     found, said = teach_scores(model, batch, (11, 12))
     scores = model(torch.tensor([rows[0]["input_ids"]])).logits[0].log_softmax(-1)
     short = model(torch.tensor([rows[1]["input_ids"]])).logits[0].log_softmax(-1)
