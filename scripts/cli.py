@@ -201,11 +201,12 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    from cuewalk.scripts.compare_report import COST, FOUND, write_comparison
+    from cuewalk.scripts.compare_report import COST, FOUND, known_columns, write_comparison
     from cuewalk.scripts.report import table
 
     result, paths = write_comparison(load_config(options.config, options.overrides), Path(options.out))
-    print(table(result["rows"], FOUND | {key: COST[key] for key in ("entries", "context_tokens", "inference_tokens")}))
+    columns = FOUND | {key: COST[key] for key in ("entries", "context_tokens", "inference_tokens")}
+    print(table(result["rows"], known_columns(columns, result["rows"])))
     if failed := sum(row["failed"] for row in result["rows"]):
         print(f"\n{failed} questions failed or are missing (see {options.out}.rows); start again to ask them anew.")
     print("\nWritten:", *paths, sep="\n  ")

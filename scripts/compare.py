@@ -285,14 +285,16 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
 
 
 def frontier(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return mean context tokens and recall, the fewest tokens first, and whether no other has more for no more."""
+    """Return mean context tokens and recall, the fewest tokens first.
+
+    `efficient`: no other shows more evidence in no more tokens. The oracle, which sees the gold, is not counted.
+    """
     points = sorted((row["context_tokens"], -row["evidence_recall"], row["policy"]) for row in rows)
     found, highest = [], -1.0
     for tokens, negative, policy in points:
-        found.append(
-            {"policy": policy, "context_tokens": tokens, "recall": -negative, "efficient": -negative > highest}
-        )
-        highest = max(highest, -negative)
+        efficient = policy != "oracle" and -negative > highest
+        highest = -negative if efficient else highest
+        found.append({"policy": policy, "context_tokens": tokens, "recall": -negative, "efficient": efficient})
     return found
 
 

@@ -76,15 +76,15 @@ def markdown(result: dict[str, Any]) -> str:
         "## What was found",
         "recall@8 and recall@300t: share of the gold evidence messages shown within 8 entries (300 tokens), cut or "
         "topped up by plain search; a raw message counts as one entry. recall: in all that was returned.",
-        table(rows, _known(FOUND, rows)),
+        table(rows, known_columns(FOUND, rows)),
         "## At what cost",
         "Means a question, but for total tokens: construction, and for all questions what a reader is shown and what "
         f"the system's own models took. Tokens are those of {result['settings']['model']}. To cover: until all "
         "content words of the gold answer were shown, over the answers that were covered. Milliseconds from question "
         "to context, indexes built; this machine, one question at a time.",
-        table(rows, _known(COST, rows)),
+        table(rows, known_columns(COST, rows)),
         f"![recall against context tokens]({result['name']}_frontier.png)",
-        "Nothing finds more for as few context tokens: "
+        "Without the oracle, which sees the gold, nothing shows more in as few context tokens than: "
         + ", ".join(f"`{p['policy']}` ({p['context_tokens']:.0f}: {p['recall']:.3f})" for p in result["frontier"]
                     if p["efficient"]) + ".",
         "## recall@8 by category",
@@ -121,7 +121,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def plot_frontier(result: dict[str, Any], path: Path) -> None:
-    """Plot recall against context tokens: a point a system, and the line of those that none beats in both."""
+    """Plot recall against context tokens: a point a system, and the line of those that none but the oracle beats."""
     points = result["frontier"]
     figure, axes = plt.subplots(figsize=(8, 5))
     best = [point for point in points if point["efficient"]]
@@ -140,7 +140,7 @@ def plot_frontier(result: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def _known(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def known_columns(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the columns that some row has a value for."""
     return {key: title for key, title in columns.items() if any(row.get(key) is not None for row in rows)}
 

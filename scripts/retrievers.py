@@ -125,23 +125,25 @@ class Chunks:
     def __call__(self, graph: MemoryGraph, question: Question) -> Retrieved:
         """Return the k chunks with the nearest messages."""
         near = messages_near(graph, question, self.vectors)
-        chunks = self.cut(graph)
+        chunks = cut_chunks(graph, self.count, self.tokens)
         scores = np.array([max(near[message] for message in chunk) for chunk in chunks])
         places = best(scores, self.k)
         return Retrieved(tuple(message_block(graph.messages[m] for m in chunks[place]) for place in places))
 
-    def cut(self, graph: MemoryGraph) -> list[list[str]]:
-        """Return the message ids of each chunk, in order."""
-        chunks: list[list[str]] = []
-        size = 0
-        for message in graph.conversation.messages:
-            length = self.count(say(message).line)
-            if not chunks or size + length > self.tokens:
-                chunks.append([])
-                size = 0
-            chunks[-1].append(message.id)
-            size += length
-        return chunks
+
+@lru_cache(maxsize=8)
+def cut_chunks(graph: MemoryGraph, count: Callable[[str], int], tokens: int) -> tuple[tuple[str, ...], ...]:
+    """Return the message ids of each chunk, in order; a message is never cut."""
+    chunks: list[tuple[str, ...]] = []
+    size = 0
+    for message in graph.conversation.messages:
+        length = count(say(message).line)
+        if not chunks or size + length > tokens:
+            chunks.append(())
+            size = 0
+        chunks[-1] += (message.id,)
+        size += length
+    return tuple(chunks)
 
 
 @dataclass(frozen=True)
@@ -181,10 +183,10 @@ class SegmentsAndFacts:
     k: int = 10
 
     def __call__(self, graph: MemoryGraph, question: Question) -> Retrieved:
-        """Return the segments, then the entries."""
+        """Return the entries, then the segments: what is short and sure comes first, as in xMemory's contexts."""
         found = segments_near(graph, messages_near(graph, question, self.vectors), self.segments)
         raw = tuple(_segment_block(graph, segment) for segment in found)
-        return Retrieved(raw + entry_blocks(graph, entries_near(graph, question, self.k)))
+        return Retrieved(entry_blocks(graph, entries_near(graph, question, self.k)) + raw)
 
 
 @dataclass(frozen=True)
@@ -235,20 +237,22 @@ class Compressed:
 
     def __call__(self, graph: MemoryGraph, question: Question) -> Retrieved:
         """Return the k nearest compressed messages."""
-        left = self.compress(graph)
+        left = compress_messages(graph, self.least)
         name = f"compressed{self.least}"
         scores = self.vectors(graph, name, lambda: [piece.text for piece in left]) @ _encode(graph, question)
         return Retrieved(tuple(Block((left[place],)) for place in best(scores, self.k)))
 
-    def compress(self, graph: MemoryGraph) -> list[Piece]:
-        """Return what is left of the messages, in order."""
-        left = []
-        for message in graph.conversation.messages:
-            kept = [word for word in message.text.split() if not _is_filler(word)]
-            if len(words(" ".join(kept)) - DROPPED_WORDS) >= self.least:
-                text = f"{message.speaker} ({format_date(message.time)}): {' '.join(kept)}"
-                left.append(Piece(text, (message.id,)))
-        return left
+
+@lru_cache(maxsize=8)
+def compress_messages(graph: MemoryGraph, least: int) -> tuple[Piece, ...]:
+    """Return what is left of the messages with at least so many content words, in order."""
+    left = []
+    for message in graph.conversation.messages:
+        kept = [word for word in message.text.split() if not _is_filler(word)]
+        if len(words(" ".join(kept)) - DROPPED_WORDS) >= least:
+            text = f"{message.speaker} ({format_date(message.time)}): {' '.join(kept)}"
+            left.append(Piece(text, (message.id,)))
+    return tuple(left)
 
 
 def _is_filler(word: str) -> bool:
@@ -289,13 +293,15 @@ class PageRank:
     """Personalised PageRank over entries and anchors. The idea of HippoRAG 2 (Gutiérrez et al. 2025).
 
     An entry is joined with its anchors, and anchors with those much alike. The walk restarts, half of the time, at the
-    `seeds` anchors nearest to the question (by their cosine), and at entries (by theirs, normalised, times .05).
+    `seeds` anchors nearest to the question (by their cosine), and at entries (by theirs, normalised, times
+    `entry_weight`). HippoRAG's own .05 suits facts that a model wrote; offline, an anchor is a speaker and a rare word:
+    .05 found .51 of the evidence at k = 10 on LoCoMo's validation conversation, .5 finds .70.
     """
 
     k: int = 10
     seeds: int = 5
     damping: float = 0.5
-    entry_weight: float = 0.05
+    entry_weight: float = 0.5
 
     def __call__(self, graph: MemoryGraph, question: Question) -> Retrieved:
         """Return the k entries that the walk visits most; of equal ones the nearer first."""
@@ -345,10 +351,10 @@ class SummariesAndFacts:
     k: int = 10
 
     def __call__(self, graph: MemoryGraph, question: Question) -> Retrieved:
-        """Return the summaries, then the entries."""
+        """Return the entries, then the summaries."""
         found = segments_near(graph, messages_near(graph, question, self.vectors), self.segments)
         summaries = tuple(summary_block(graph, segment) for segment in found)
-        return Retrieved(summaries + entry_blocks(graph, entries_near(graph, question, self.k)))
+        return Retrieved(entry_blocks(graph, entries_near(graph, question, self.k)) + summaries)
 
 
 def summary_block(graph: MemoryGraph, segment: Segment) -> Block:
