@@ -124,9 +124,10 @@ def list_systems(kit: Kit) -> dict[str, System]:
         **({"stage_1": kinds.Backbone()} if config.memory.groups is not None else {}),
         **{f"top_k={k}": kinds.Search(k) for k in TOP_K},
     }
-    systems = [System(name, _idea(found[name]), repr(found[name]), _given(found[name])) for name in found]
+    code = hashlib.sha256(Path(kinds.__file__).read_bytes()).hexdigest()  # a changed rule is another system
+    systems = [System(name, _idea(each), f"{each!r} {code}", _given(each)) for name, each in found.items()]
     if kit.options.reader is not None and config.memory.groups is not None:
-        idea, key = _idea(kinds.Expanded), f"stage II, reader {kit.options.reader}"
+        idea, key = _idea(kinds.Expanded), f"stage II, reader {kit.options.reader} {code}"
         systems.append(System("stage_1+2", idea, key, lambda: kinds.Expanded(kit.reader), model=True))
     return {system.name: system for system in [*systems, *_walkers(kit)]}
 

@@ -10,6 +10,7 @@ import yaml
 
 from cuewalk.env import DataError, Gold
 from cuewalk.rl.config import Config, ConfigError, parse_config
+from cuewalk.rl.ranker import FEATURES, Ranker
 from cuewalk.scripts import compare as module
 from cuewalk.scripts import systems as systems_module
 from cuewalk.scripts.cli import main
@@ -211,6 +212,27 @@ def test_walks_are_replayed_from_what_was_kept(config, tmp_path):
     assert walks[1].verdict.reward == kept["a:1"]["reward"]
     assert len(walks[1].trajectory.working) == kept["a:1"]["entries"]
     assert rows_of(result, "oracle")["n"] == 4
+
+
+def test_what_was_trained_joins_and_is_a_rival(config, tmp_path, tiny_model):
+    from peft import LoraConfig, get_peft_model
+
+    from cuewalk.memory.models import load_language_model
+
+    run = tmp_path / "run"
+    model = get_peft_model(load_language_model(str(tiny_model), "float32"), LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(run / "trained")
+    kinds = ("segment", "adjacent", "anchor", "similar")
+    Ranker(kinds, tuple(float(name == "cosine") for name in (*FEATURES, *kinds)), 0.0).save(run / "ranker.json")
+    assert systems_module.walking_rules(config)[0].order == "ranker"
+    some = {"systems": ["top_k=8", "ranker", "trained", "stop"], "questions": 2}
+    result = compare(replace(config, dtype="float32", compare=some), tmp_path / "toy")
+    assert [row["policy"] for row in result["rows"]] == ["top_k=8", "stop", "ranker", "trained"]
+    assert rows_of(result, "trained")["inference_tokens"] > 100 > rows_of(result, "ranker")["inference_tokens"] == 0
+    pairs = {(c["a"], c["b"]) for c in result["comparisons"] if c["metric"] == "recall_at_8"}
+    assert pairs == {(a, b) for a in some["systems"] for b in ("top_k=8", "trained") if a != b}
+    walks = replay(replace(config, dtype="float32", compare=some), tmp_path / "toy", questions=1)
+    assert [walk.system for walk in walks] == ["stop", "ranker", "trained"]
 
 
 def test_the_page_is_left_to_the_viewer(config, tmp_path, monkeypatch):
