@@ -34,7 +34,7 @@ def toy(id_, split):
             "evidence": ["m1", "m2"],
             "category": 1,
         },
-        {"id": "2", "text": "What does the garden have?", "answer": "a piano", "evidence": ["m3"], "category": 4},
+        {"id": "2", "text": "Where is the piano?", "answer": "in the garden", "evidence": ["m3"], "category": 4},
         {"id": "3", "text": "Who?", "answer": "Ann", "evidence": []},
     ]
     return {"id": id_, "split": split, "messages": said, "questions": asked}
@@ -77,7 +77,7 @@ def test_the_result_has_the_one_form_and_exact_values(config, tmp_path):
     assert [row["policy"] for row in result["rows"]] == list(SOME)
     whole = rows_of(result, "full_context")
     assert (whole["evidence_recall"], whole["entries"], whole["blocks"], whole["failed"]) == (1.0, 6.0, 4.0, 0)
-    # k = 1 finds m1 of m1 and m2; of m3 and m6, which share the garden with the second question, the earlier.
+    # k = 1 finds m1 of m1 and m2; and m3 for the second question.
     stop = rows_of(result, "stop")
     assert (stop["evidence_recall"], stop["entries"], stop["steps"], stop["reward"]) == (0.75, 1.0, 1.0, 0.0)
     best = rows_of(result, "oracle")
