@@ -118,6 +118,7 @@ class Config:
     grpo: dict[str, Any] = field(default_factory=dict)
     sft: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
+    compare: dict[str, Any] = field(default_factory=dict)  #: Of `cuewalk compare`: scripts/systems.py.
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -115,6 +115,7 @@ class Bench:
         free: dict[str, Any] = {"run_dir": "", "memory_dir": "", "evaluation": None, "grpo": {}, "judge": None}
         tree = config_tree(self.config) | free
         tree["sampling"]["stop_offset"] = 0.0
+        tree.pop("compare")
         graphs = sorted(graph.digest for graph in self.memories.graphs.values())
         whole = hashlib.sha256(repr((tree, graphs, RENDERER, GRAMMAR)).encode())
         run = Path(self.config.run_dir)
