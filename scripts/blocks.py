@@ -12,7 +12,7 @@ from cuewalk.judges import JudgeError
 from cuewalk.judges.evidence import words
 from cuewalk.memory import MemoryGraph
 from cuewalk.memory.records import Message, say
-from cuewalk.rl.measures import EQUAL_ENTRIES, EQUAL_TOKENS, Measures, measure_entries
+from cuewalk.scripts.measures import EQUAL_ENTRIES, EQUAL_TOKENS, Measures, measure_entries
 
 
 @dataclass(frozen=True, slots=True)

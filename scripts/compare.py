@@ -30,11 +30,11 @@ from cuewalk.memory.build import build_digest
 from cuewalk.memory.endpoint import EndpointError
 from cuewalk.rl.config import Config, ConfigError, config_tree
 from cuewalk.rl.data import load_graphs, load_part
-from cuewalk.rl.measures import Measures, measure_walk
 from cuewalk.rl.run import provenance
-from cuewalk.rl.statistics import compare as compare_paired
 from cuewalk.rl.transcript import TranscriptError
 from cuewalk.scripts.blocks import Retrieve, Retrieved, measure_blocks
+from cuewalk.scripts.measures import Measures, measure_walk
+from cuewalk.scripts.paired import compare as compare_paired
 from cuewalk.scripts.systems import Kit, System, list_systems, parse_options, walking_rules
 
 MEASURING = "1"
@@ -137,7 +137,7 @@ class Contest:
 
 
 def compare(config: Config, out: Path) -> dict[str, Any]:
-    """Measure every system; return the one results form, with the frontier and what was published beside.
+    """Measure every system; return the one results form, with what is efficient and what was published beside.
 
     Rows are kept in the folder `out` with `.rows` after its name. A ConfigError if a system is asked for by a name
     there is none of, or one that lacks what it needs; a DataError if there is no question with evidence.
@@ -231,7 +231,7 @@ def summarise(
         "settings": {key: config_tree(config)[key] for key in ("encoder", "model", "memory", "env", "compare")},
         "rows": rows,
         "comparisons": compare_all(table, {question.id: question.conversation_id for question in asked}),
-        "frontier": frontier(rows),
+        "efficient": efficient(rows),
         "published": json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8")),
     }
 
@@ -284,17 +284,16 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
     return corrected
 
 
-def frontier(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return mean context tokens and recall, the fewest tokens first.
+def efficient(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the systems beside which none shows more evidence in no more context tokens, the fewest tokens first.
 
-    `efficient`: no other shows more evidence in no more tokens. The oracle, which sees the gold, is not counted.
+    The oracle, which sees the gold, is not counted.
     """
-    points = sorted((row["context_tokens"], -row["evidence_recall"], row["policy"]) for row in rows)
-    found, highest = [], -1.0
-    for tokens, negative, policy in points:
-        efficient = policy != "oracle" and -negative > highest
-        highest = -negative if efficient else highest
-        found.append({"policy": policy, "context_tokens": tokens, "recall": -negative, "efficient": efficient})
+    found, highest = list[str](), -1.0
+    for row in sorted(rows, key=lambda row: (row["context_tokens"], -row["evidence_recall"])):
+        if row["policy"] != "oracle" and row["evidence_recall"] > highest:
+            highest = row["evidence_recall"]
+            found.append(row["policy"])
     return found
 
 

@@ -1,7 +1,5 @@
 """The comparison for people: a Markdown twin of the JSON, the frontier as a picture, and one page."""
 
-import importlib
-import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,9 +12,10 @@ import matplotlib.pyplot as plt
 
 from cuewalk.env.tasks import CATEGORIES
 from cuewalk.rl.config import Config
-from cuewalk.scripts.compare import Walked, compare, replay
+from cuewalk.scripts.compare import compare, replay
 from cuewalk.scripts.report import table
 from cuewalk.scripts.results import markdown_table
+from cuewalk.scripts.viewer import describe_walk, write_html
 
 FOUND = {
     "recall_at_8": "recall@8", "recall_at_300t": "recall@300t", "evidence_recall": "recall", "precision": "precision",
@@ -41,18 +40,11 @@ def write_comparison(config: Config, out: Path) -> tuple[dict[str, Any], list[Pa
     paths[0].write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     paths[1].write_text(markdown(result), encoding="utf-8")
     plot_frontier(result, paths[2])
-    shown = config.data.source in FREE_TO_SHOW
-    page = out.with_name(f"{out.name}.html") if shown else Path(config.run_dir) / f"{out.name}.html"
-    return result, [*paths, page] if write_page(result, replay(config, out), page) else paths
-
-
-def write_page(result: dict[str, Any], walks: Sequence[Walked], path: Path) -> bool:
-    """Write the page with the walks; False where there is nothing that writes it."""
-    if importlib.util.find_spec("cuewalk.scripts.viewer") is None:
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    importlib.import_module("cuewalk.scripts.viewer").write_html(result, walks, path)
-    return True
+    free = config.data.source in FREE_TO_SHOW
+    page = out.with_name(f"{out.name}.html") if free else Path(config.run_dir) / f"{out.name}.html"
+    shown = replay(config, out)
+    walks = [describe_walk(w.system, w.trajectory, w.graph, w.question, w.gold, w.verdict) for w in shown]
+    return result, [*paths, write_html(result, walks, page)]
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -63,7 +55,7 @@ def markdown(result: dict[str, Any]) -> str:
     categories = sorted(
         {key for row in rows for key in row if key.startswith("recall_at_8_")}, key=lambda k: (len(k), k)
     )
-    walks = [row for row in rows if "steps" in row]
+    walks, own = [row for row in rows if "steps" in row], {row["policy"]: row for row in rows}
     tested = {(c["a"], c["b"], c["metric"]): c for c in result["comparisons"]}
     parts = [
         f"# {result['name']}: every kind of system, the same questions",
@@ -85,8 +77,8 @@ def markdown(result: dict[str, Any]) -> str:
         table(rows, known_columns(COST, rows)),
         f"![recall against context tokens]({result['name']}_frontier.png)",
         "Without the oracle, which sees the gold, nothing shows more in as few context tokens than: "
-        + ", ".join(f"`{p['policy']}` ({p['context_tokens']:.0f}: {p['recall']:.3f})" for p in result["frontier"]
-                    if p["efficient"]) + ".",
+        + ", ".join(f"`{name}` ({own[name]['context_tokens']:.0f}: {own[name]['evidence_recall']:.3f})"
+                    for name in result["efficient"]) + ".",
         "## recall@8 by category",
         f"{', '.join(f'{number} {name}' for number, name in CATEGORIES.items())}; `clean` leaves out the questions "
         "whose gold the errata mark wrong.",
@@ -122,14 +114,15 @@ def markdown(result: dict[str, Any]) -> str:
 
 def plot_frontier(result: dict[str, Any], path: Path) -> None:
     """Plot recall against context tokens: a point a system, and the line of those that none but the oracle beats."""
-    points = result["frontier"]
+    points = sorted(result["rows"], key=lambda row: row["context_tokens"])
     figure, axes = plt.subplots(figsize=(8, 5))
-    best = [point for point in points if point["efficient"]]
-    axes.step([p["context_tokens"] for p in best], [p["recall"] for p in best], where="post", color="0.7", zorder=1)
+    best = [point for point in points if point["policy"] in result["efficient"]]
+    line = [[point[of] for point in best] for of in ("context_tokens", "evidence_recall")]
+    axes.step(*line, where="post", color="0.7", zorder=1)
     for place, point in enumerate(points):
         axes.scatter(
-            point["context_tokens"], point["recall"], marker="osD^vP*X"[place % 8], s=34, zorder=2,
-            label=f"{point['policy']}  ({point['context_tokens']:.0f}, {point['recall']:.2f})",
+            point["context_tokens"], point["evidence_recall"], marker="osD^vP*X"[place % 8], s=34, zorder=2,
+            label=f"{point['policy']}  ({point['context_tokens']:.0f}, {point['evidence_recall']:.2f})",
         )  # fmt: skip
     axes.set_xscale("log")
     axes.set(xlabel="context tokens a question (mean)", ylabel="share of the evidence shown", ylim=(0, 1.03))

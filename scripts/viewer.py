@@ -80,9 +80,8 @@ def write_html(result: Mapping[str, Any], walks: Iterable[Mapping[str, Any]], pa
 
     `result` has the one results form. The page also understands, and shows nothing where they are missing:
     in a row, `MEASURE_low` and `MEASURE_high` (its interval), `dataset` and `split` (one page may hold several data
-    sets; also in `comparisons` and `frontier`) and text under any other key; in a comparison, any further number;
-    `frontier`, rows of `policy` and measures, several rows of one policy being its curve (else the rows themselves,
-    and `curves`); `published`, rows of anything. A measure that is missing or None is shown as a dash.
+    sets; also in `comparisons`) and text under any other key; in a comparison, any further number; `curves`; and
+    `published`, rows of anything. A measure that is missing or None is shown as a dash.
 
     A ValueError where a number is not finite (JSON has no such numbers; use None).
     """
