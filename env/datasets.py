@@ -20,23 +20,23 @@ LONGMEMEVAL_TYPES = {
 
 
 def load_longmemeval(path: str | Path, part: str, *, pinned: bool = True) -> Tasks:
-    """Load one part of LongMemEval (cleaned): 63, 20 and 387 questions; the 30 abstentions (`…_abs`) are left out.
+    """Load one part of LongMemEval (cleaned): 59, 19 and 392 questions; the 30 abstentions (`…_abs`) are left out.
 
     A question has a conversation of its own, with its id. Sessions are numbered in order of time, and `s3:12` is the
     12th turn of the third: stored ids tell which sessions hold the answer. Evidence are the turns with `has_answer`.
 
     `path` is longmemeval_oracle.json or its folder, or the file of S or M, which have the same questions. No base id
-    and no session with evidence is in two parts. `pinned` accepts the published files alone, by their digest.
+    and no session with evidence, nor one with its words, is in two parts: docs/data.md. `pinned` accepts the published
+    files alone, by their digest.
 
     A DataError if the file is missing, another one, damaged, or lacks a question, or the part is unknown.
     """
-    path = Path(path)
-    path = path / "longmemeval_oracle.json" if path.is_dir() else path
+    path = Path(path) / "longmemeval_oracle.json" if Path(path).is_dir() else Path(path)
     content = _read(path, "longmemeval", pinned)
     with reading(str(path)):
         rows = {row["question_id"]: row for row in content}
         if missing := [id_ for id_ in splits()["longmemeval"][part] if id_ not in rows]:
-            raise ValueError(f"it lacks {len(missing)} questions of {part}, such as {missing[0]!r}")
+            raise DataError(f"{path} lacks {len(missing)} questions of {part}, such as {missing[0]!r}")
         return join_tasks(_haystack(rows[id_]) for id_ in splits()["longmemeval"][part])
 
 
@@ -72,7 +72,7 @@ def load_perltqa(path: str | Path, part: str, *, pinned: bool = True) -> Tasks:
         places = {name: int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 for name in known}
         chosen = [name for name, place in places.items() if part == PARTS[(place >= 8) + (place >= 11)]]
         if not chosen:
-            raise ValueError(f"none of its {len(known)} characters is in {part}")
+            raise DataError(f"{path}: none of its {len(known)} characters is in {part}")
         return join_tasks(_character(name, memories[name], known[name]) for name in chosen)
 
 

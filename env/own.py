@@ -122,8 +122,7 @@ def rows_of(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 def text_of(content: Any) -> str:
     """Return a message's text: a string, or the text parts of a list; images and tool calls have none."""
-    if isinstance(content, Mapping):
-        return text_of(content.get("text", content.get("parts")))
+    content = content.get("text", content.get("parts")) if isinstance(content, Mapping) else content
     return "\n".join(filter(None, map(text_of, content))) if isinstance(content, list) else content or ""
 
 

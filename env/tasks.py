@@ -28,6 +28,8 @@ def reading(place: str) -> Iterator[None]:
     """Turn what parsing another or a damaged file raises into a DataError that names the place."""
     try:
         yield
+    except DataError:
+        raise
     except (KeyError, TypeError, AttributeError, ValueError, SyntaxError, OverflowError, OSError) as error:
         raise DataError(f"{place} is not of the format: {type(error).__name__} {error}") from error
 
@@ -51,11 +53,8 @@ def load_locomo(path: str | Path, split: str, part: str, *, sha256: str | None =
     Indexed are the messages with their image captions, and the `observation` rows as notes; never the questions,
     `event_summary`, or the stock-photo `query`.
 
-    Args:
-        path: The file, or the folder that holds it.
-        split: `conv-4-1-5`, `conv-4-1-5-b` or `memory-r1`.
-        part: `train`, `val` or `test`.
-        sha256: The file's pinned digest; None accepts any file of the format.
+    `path` is the file, or the folder that holds `locomo10.json`; `split` is `conv-4-1-5`, `conv-4-1-5-b` or
+    `memory-r1`; `sha256` is the file's digest, None to accept any file of the format.
 
     A DataError if the file is missing, has another digest, is no JSON or lacks a conversation of the split; a
     ValueError if split or part is unknown.

@@ -14,7 +14,7 @@ from cuewalk.env.tasks import DataError, embedded
 
 TIMEOUT = 30.0
 """Seconds without a byte after which a connection counts as broken."""
-BLOCK = 1 << 20
+BLOCK = 1 << 16
 
 
 class DownloadError(DataError):
@@ -78,9 +78,10 @@ def fetch(about: Mapping[str, Any], path: Path) -> Path:
             )
         part.replace(path)
     except requests.RequestException as error:
+        reason = getattr(error.args[0] if error.args else None, "reason", error)  # without urllib3's account of it
         had = f" {_size(part):,} bytes are kept in {part}: the same command goes on from there." if _size(part) else ""
         raise DownloadError(
-            f"can't get {about['url']}: {error}.{had} Without a network, bring {path} by hand"
+            f"can't get {about['url']}: {reason}.{had} Without a network, bring {path} by hand"
         ) from error
     except OSError as error:
         remedy = "free some, and the same command goes on" if error.errno == errno.ENOSPC else "choose another --to"
