@@ -46,8 +46,9 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     rows = content if isinstance(content, list) else [None]
     if not all(isinstance(row, dict) and {"messages", "mapping"} & row.keys() for row in rows):
         raise DataError(f"{path} is no list of objects with `messages`, one a line, or under the key `conversations`")
-    about = {"file_time": path.stat().st_mtime}
-    return [{"id": f"c{n}", "place": f"{path}: conversations[{n}]"} | about | row for n, row in enumerate(rows)]
+    time = path.stat().st_mtime
+    places = [{"place": f"{path}: conversations[{n}]", "file_time": time} for n in range(len(rows))]
+    return [{"id": f"c{n}"} | row | about for n, (row, about) in enumerate(zip(rows, places, strict=True))]
 
 
 def deal(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -75,11 +76,11 @@ def parse_record(record: Mapping[str, Any]) -> Tasks:
         messages: list[Message] = []
         time = time_of(record) or datetime(2000, 1, 1)
         for place, row in enumerate(rows_of(record), 1):
-            role = row["author"]["role"] if "author" in row else row.get("role")
+            speaker = str(row["author"]["role"] if "author" in row else row.get("speaker") or row["role"])
             text = text_of(row["text"] if "text" in row else row["content"])
-            if text.strip() and role not in ("system", "developer"):  # what these say is no part of the conversation
+            if text.strip() and speaker not in ("system", "developer"):  # what these say is no part of the conversation
                 time = time_of(row) or (time + timedelta(minutes=1) if messages else time)
-                messages.append(Message(str(row.get("id", place)), role or row["speaker"], time, text))
+                messages.append(Message(str(row.get("id", place)), speaker, time, text))
         conversation = Conversation(str(record["id"]), tuple(messages))
         known, questions, gold = {message.id for message in messages}, [], {}
         for place, row in enumerate(record.get("questions") or [], 1):

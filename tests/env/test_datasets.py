@@ -304,6 +304,13 @@ def test_roles_become_speakers_and_parts_of_a_message_one_text(tmp_path):
     ]
 
 
+def test_a_named_speaker_goes_before_the_role_and_own_keys_hide_nothing(tmp_path):
+    row = {"role": "user", "speaker": "Ann", "content": "Hi", "time": "2024-05-01"}
+    record = read_records(written(tmp_path / "a.json", [{"messages": [row], "place": "Oslo", "file_time": "?"}]))[0]
+    assert parse_record(record).conversations["c0"].messages == (Message("1", "Ann", datetime(2024, 5, 1), "Hi"),)
+    assert record["place"] == f"{tmp_path / 'a.json'}: conversations[0]"
+
+
 def test_messages_without_a_time_start_at_the_files(tmp_path):
     path = written(tmp_path / "a.json", [chat("Hi", "Ho")])
     os.utime(path, (1_714_560_000, 1_714_560_000))
