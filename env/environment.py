@@ -11,7 +11,7 @@ from cuewalk.env.actions import LABELS, MAX_EXPAND, Refine, parse_action
 from cuewalk.env.records import Question
 from cuewalk.env.render import first_observation, next_observation
 from cuewalk.env.state import Change, Ending, EnvConfig, Rank, State, apply, first_state
-from cuewalk.memory import Encoder, MemoryGraph
+from cuewalk.memory import Encoder, Link, MemoryGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class Trajectory:
     working: tuple[str, ...]  #: W as it ended, in order of entry.
     ending: Ending  #: How it ended.
     budget: int  #: B it started with.
+    frontier: tuple[tuple[str, Link], ...] = ()  #: F_0, label and candidate, as it was shown; to follow the walk again.
 
     @property
     def added(self) -> tuple[str, ...]:
@@ -141,7 +142,7 @@ class RetrievalEnv(gymnasium.Env[str, str]):
         letters = LABELS[: self.config.most_labels]  # a policy never meets others
         self.labels = "".join(self.np_random.permutation(list(letters))) if shuffle else letters
         state = first_state(self.graph, self.question.text, self.config, self.labels, self.rank)
-        self._state, self.first, self.steps = state, state.working, list[Step]()
+        self._state, self.first, self.frontier, self.steps = state, state.working, state.frontier, list[Step]()
         observation = first_observation(self.graph, self.question.text, state, self.config)
         return observation, self._info(None)
 
@@ -168,8 +169,8 @@ class RetrievalEnv(gymnasium.Env[str, str]):
         state = self._state
         if state is None or state.ending is None:
             raise RuntimeError("the trajectory has not ended yet")
-        steps = tuple(self.steps)
-        return Trajectory(self.question, self.first, steps, state.working, state.ending, self.config.budget)
+        steps, budget = tuple(self.steps), self.config.budget
+        return Trajectory(self.question, self.first, steps, state.working, state.ending, budget, self.frontier)
 
     def _info(self, bad: str | None) -> dict[str, Any]:
         return {"budget": self.state.budget, "working": self.state.working, "bad": bad, "ending": self.state.ending}

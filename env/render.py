@@ -9,13 +9,16 @@ from cuewalk.env.state import Change, EnvConfig, State
 from cuewalk.memory import Link, MemoryGraph
 from cuewalk.memory.records import MONTHS
 
-RENDERER = "2"
+RENDERER = "3"
 """Raised whenever the same state would read differently: a policy is bound to what it was trained on."""
 
 KIND_LETTERS = {
     "segment": "e", "adjacent": "n", "anchor": "a", "group": "g", "similar": "m", "similar_anchor": "c",
     "near_group": "r", "search": "s",
 }  # fmt: skip
+
+CANDIDATE = re.compile(r"^(?P<text>.*) (?P<score>\d[a-z]) (?P<label>[A-Za-z])$", re.MULTILINE)
+"""A candidate's line in an observation; `plain` sees to it that no other line looks like one."""
 
 QUESTION_WORDS = 60
 SPEAKER_WORDS = 6  # documents speak under their headers
@@ -34,7 +37,7 @@ def first_observation(graph: MemoryGraph, question: str, state: State, config: E
         INSTRUCTION,
         f"Question: {_cut(question, QUESTION_WORDS)}",
         "Read:",
-        *_read_lines(graph, state.working, config),
+        *_read_lines(graph, state, state.working, config),
         "Candidates:",
         *_candidate_lines(graph, state.frontier, config),
         f"EXPAND costs {config.expand_cost} a letter, REFINE {config.refine_cost}, STOP 0. Budget {state.budget}.",
@@ -48,7 +51,7 @@ def next_observation(graph: MemoryGraph, state: State, change: Change, config: E
     if change.bad is not None:
         lines.append(f"Bad action: {change.bad.replace('_', ' ')}.")
     if change.added:
-        lines += ["Read:", *_read_lines(graph, change.added, config)]
+        lines += ["Read:", *_read_lines(graph, state, change.added, config)]
     if change.candidates:
         lines += ["Candidates:", *_candidate_lines(graph, change.candidates, config)]
     lines.append(f"Budget {state.budget}.")
@@ -67,13 +70,19 @@ def plain(text: str) -> str:
     return closed.replace("<|", "< |").replace("|>", "| >")
 
 
-def _read_lines(graph: MemoryGraph, entries: Iterable[str], config: EnvConfig) -> list[str]:
-    lines = []
+def _read_lines(graph: MemoryGraph, state: State, entries: Iterable[str], config: EnvConfig) -> list[str]:
+    """Write `- 7 Caroline 8 May 23: I went to …`: how near to the question, speaker, date, what was said.
+
+    How near the read ones are tells, with the candidates' scores, whether to stop (a regression on both: AUROC .70 on
+    left-out conversations, on the candidates' alone .64).
+    """
+    lines, asked = [], graph.encoder.encode([state.queries[0]])[0]
     for entry_id in entries:
         entry = graph.entries[entry_id]
         date = f"{entry.time.day} {MONTHS[entry.time.month - 1][:3]} {entry.time:%y}"
         said = " / ".join(statement.text for statement in entry.statements if statement.until is None)
-        lines.append(f"- {_cut(entry.speaker, SPEAKER_WORDS)} {date}: {_cut(said, config.value_words)}")
+        near, speaker = _digit(graph.score(asked, entry_id)), _cut(entry.speaker, SPEAKER_WORDS)
+        lines.append(f"- {near} {speaker} {date}: {_cut(said, config.value_words)}")
     return lines
 
 
@@ -86,11 +95,14 @@ def _candidate_lines(graph: MemoryGraph, candidates: Iterable[tuple[str, Link]],
     lines = []
     for label, link in candidates:
         entry = graph.entries[link.entry]
-        digit = min(9, max(0, int(10 * link.score)))
         text, speaker = plain(entry.abstraction), plain(entry.speaker)
         named = text if text.startswith(speaker) else f"{speaker}: {text}"
-        lines.append(f"{_cut(named, config.abstraction_words)} {digit}{KIND_LETTERS[link.kind]} {label}")
+        lines.append(f"{_cut(named, config.abstraction_words)} {_digit(link.score)}{KIND_LETTERS[link.kind]} {label}")
     return lines
+
+
+def _digit(score: float) -> int:
+    return min(9, max(0, int(10 * score)))
 
 
 def _cut(text: str, words: int) -> str:

@@ -58,6 +58,9 @@ class WarmStartConfig:
     #: Candidates an expansion names at least: the oracle's, then the first of the list. A small model learns to take
     #: the first lines long before it learns which lines hold evidence.
     picks: Annotated[int, Field(ge=1, le=MAX_EXPAND)] = 1
+    #: Weight of a second loss: at the end of each candidate's line, whether it holds missing evidence. A row has one
+    #: such label a line, and one to four letters.
+    pointwise: Annotated[float, Field(ge=0)] = 0.3
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -115,6 +118,7 @@ class Config:
     grpo: dict[str, Any] = field(default_factory=dict)
     sft: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
+    compare: dict[str, Any] = field(default_factory=dict)  #: Of `cuewalk compare`: scripts/systems.py.
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

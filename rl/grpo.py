@@ -26,8 +26,8 @@ from cuewalk.rl.config import Config, ConfigError, check_options
 from cuewalk.rl.data import Memories
 from cuewalk.rl.rollout import Row, Sampler, enumerate_first, walk
 from cuewalk.rl.run import MetricsLog, run_trainer, trainer_defaults
-from cuewalk.rl.sampler import TransformersSampler
-from cuewalk.rl.scoring import score_actions
+from cuewalk.rl.sampler import fitting_sampler
+from cuewalk.rl.scoring import score_actions, score_plainly, shares_prompts
 from cuewalk.rl.transcript import Chat
 from cuewalk.rl.vllm_sampler import InProcess, Server, VLLMSampler
 
@@ -133,7 +133,7 @@ class Rollouts:
         action = (self.chat.end, sampling.max_action_tokens)
         if sampling.engine == "transformers":
             generator = torch.Generator(model.device).manual_seed(draw.getrandbits(62))
-            return TransformersSampler(model, *action, sampling.temperature, generator)
+            return fitting_sampler(model, sampling.max_tokens)(model, *action, sampling.temperature, generator)
         if self.vllm is None:
             rank, process = model.peft_config["default"].r, trainer.accelerator.process_index
             engine = Server(sampling.server) if sampling.server else InProcess(self.config, rank)
@@ -277,7 +277,8 @@ class WalkTrainer(GRPOTrainer):  # type: ignore[misc]
             masks[0] = masks[0].clone()
             masks[0][0] = True
         inner = self.accelerator.unwrap_model(model)
-        found = _ForwardRedirection()(model, inner, score_actions, inner, prompts, completions, masks, self.temperature)
+        score = score_actions if shares_prompts(inner, self.max_completion_length) else score_plainly
+        found = _ForwardRedirection()(model, inner, score, inner, prompts, completions, masks, self.temperature)
         whole = torch.zeros(scored.shape, device=input_ids.device)
         logps, entropies = (torch.cat(list(values)) for values in found)
         if nothing:

@@ -8,7 +8,7 @@ from cuewalk.env import RetrievalEnv, Trajectory
 from cuewalk.env.environment import step_together
 from cuewalk.rl.config import SamplingConfig
 from cuewalk.rl.grammar import allowed_ids
-from cuewalk.rl.sampler import Allowed, TransformersSampler
+from cuewalk.rl.sampler import Allowed, fitting_sampler
 from cuewalk.rl.transcript import Chat, TranscriptError
 
 
@@ -137,6 +137,7 @@ def walk_greedily(
     """Walk one environment a question as a policy is served: the likeliest actions, letters in order."""
     limit = sampling.max_action_tokens
     stop = (chat.action("STOP")[0], sampling.stop_offset)
-    sampler, rules = TransformersSampler(model, chat.end, limit, 0, None, *stop), limit if grammar else None
+    kind, rules = fitting_sampler(model, sampling.max_tokens), limit if grammar else None
+    sampler = kind(model, chat.end, limit, 0, None, *stop)
     groups = walk([[env] for env in envs], sampler, chat, max_tokens=sampling.max_tokens, grammar_tokens=rules)
     return [row for (row,) in groups]

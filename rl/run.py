@@ -17,7 +17,7 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "faiss-cpu", "
 
 # What may change between two starts of one run without making it another run: a longer run of the same kind goes
 # on where the shorter one ended.
-FREE = ("run_dir", "memory_dir", "evaluation", "grpo.max_steps", "sampling.server", "sampling.stop_offset")
+FREE = ("run_dir", "memory_dir", "evaluation", "compare", "grpo.max_steps", "sampling.server", "sampling.stop_offset")
 
 
 def open_run(config: Config) -> Path:

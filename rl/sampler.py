@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from cuewalk.memory.models import decoder_and_head, run_decoder
+from cuewalk.rl.scoring import shares_prompts
 
 Allowed = Callable[[list[int]], list[int] | None]
 """The ids of an action so far -> the ids that may follow, or None where any may."""
@@ -130,3 +131,33 @@ class TransformersSampler:
             slots = torch.arange(self._owner.shape[1], device=ids.device)
             mask = ((seen == PROMPT) | (seen == asking)) & (slots <= slots[before:, None])
         return run_decoder(self._decoder, ids, self._cache, mask, positions)
+
+
+def fitting_sampler(model: Any, max_tokens: int) -> type[TransformersSampler]:
+    """Return the sampler for a model and transcripts of so many tokens."""
+    return TransformersSampler if shares_prompts(model, max_tokens) else PlainSampler
+
+
+class PlainSampler(TransformersSampler):
+    """The same for models that can't share a prompt: each row's whole text is computed anew for each id."""
+
+    @torch.no_grad()
+    def begin(self, prompts: Sequence[Sequence[int]], copies: int) -> None:
+        """Start `copies` trajectories from each prompt, side by side, in order of the prompts."""
+        self._texts = [list(prompt) for prompt in prompts for _ in range(copies)]
+        self._rows = [(row, 0) for row in range(len(self._texts))]
+        self._lengths, self._last = [0] * len(self._rows), [[]] * len(self._rows)
+        self._logits = self._forward(range(len(self._rows)), self._last)
+
+    def _forward(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> torch.Tensor:
+        logits: dict[tuple[int, ...], torch.Tensor] = {}  # rows that say the same are computed once
+        asked = []
+        for row, ids in zip(rows, new, strict=True):
+            text = self._texts[self._rows[row][0]]
+            text += ids
+            asked.append(tuple(text))
+            if asked[-1] not in logits:
+                self.tokens += len(text)
+                ids_now = torch.tensor([text], device=self.model.device)
+                logits[asked[-1]] = self.model(input_ids=ids_now, logits_to_keep=1).logits[0, -1]
+        return torch.stack([logits[text] for text in asked])

@@ -4,43 +4,63 @@ A group's prompt is shared, and only action positions go through the vocabulary 
 position through it).
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from cuewalk.memory.models import ModelError, decoder_and_head, run_decoder
+from cuewalk.memory.models import decoder_and_head, run_decoder
 
 Tensors = Sequence[torch.Tensor]
 
 
-@torch.no_grad()
-def check_model(model: Any, max_tokens: int) -> None:
-    """Make sure that hidden states through the head are the model's logits, past a shared prefix, on two branches.
+_SHARING: "WeakKeyDictionary[Any, dict[int, bool]]" = WeakKeyDictionary()
 
-    A ModelError if not: the model scales or caps its logits, keeps another kind of cache, or attends to fewer than
-    `max_tokens` tokens.
+
+@torch.no_grad()
+def shares_prompts(model: Any, max_tokens: int) -> bool:
+    """Tell whether this model's hidden states, past a shared prefix and on two branches, give its own logits.
+
+    If not (it scales or caps its logits, keeps another kind of cache, or attends to fewer than `max_tokens` tokens),
+    that is said once in a warning, and `score_plainly` and `PlainSampler` compute each row whole. Each model is tried
+    once, on eight ids.
     """
+    known = _SHARING.setdefault(model, {})
+    if max_tokens not in known:
+        known[max_tokens] = not (reason := _what_differs(model, max_tokens))
+        if reason:
+            warnings.warn(
+                f"{model.config.model_type} models can't share a prompt's forward pass here ({reason}): each row is "
+                f"computed whole, which is right but several times slower. Models with plain attention and an unscaled "
+                f"head, like Llama or Qwen, loaded with attn_implementation='sdpa', share it",
+                stacklevel=2,
+            )
+    return known[max_tokens]
+
+
+def _what_differs(model: Any, max_tokens: int) -> str:
+    """Return why a prompt can't be shared, or nothing."""
+    window = getattr(model.config, "sliding_window", None) or max_tokens
+    if window < max_tokens and "sliding_attention" in (getattr(model.config, "layer_types", None) or []):
+        return f"it sees {window} of {max_tokens} tokens"
     decoder, head = decoder_and_head(model)
     ids = torch.arange(5, 13, device=model.device)[None] % model.config.vocab_size
     expected = model(input_ids=ids).logits[0].float().log_softmax(-1)
     cache = DynamicCache(config=model.config)
-    run_decoder(decoder, ids[:, :5], cache)
     slots = torch.arange(11, device=model.device)  # five of the prompt, three of each branch
     mask = (slots <= slots[5:, None]) & ((slots < 5) | ((slots < 8) == (slots[5:, None] < 8)))
     positions = torch.arange(5, 8, device=model.device).repeat(2)[None]
-    branches = head(run_decoder(decoder, ids[:, 5:].repeat(1, 2), cache, mask[None, None], positions))[0].float()
-    error = (branches.log_softmax(-1) - expected[5:].repeat(2, 1)).abs().max().item()
-    window = getattr(model.config, "sliding_window", None) or max_tokens
-    slides = "sliding_attention" in (getattr(model.config, "layer_types", None) or [])
-    if error > (1e-3 if model.dtype == torch.float32 else 0.5) or (slides and window < max_tokens):
-        raise ModelError(
-            f"{model.config.model_type} models can't share a prompt's forward pass here (their logits differ by "
-            f"{error:.3f}, and they see {window} of {max_tokens} tokens); use a model with plain attention and an "
-            f"unscaled head, like Llama or Qwen, loaded with attn_implementation='sdpa'"
-        )
+    try:  # a model with another kind of cache or mask fails in its own way
+        run_decoder(decoder, ids[:, :5], cache)
+        branches = head(run_decoder(decoder, ids[:, 5:].repeat(1, 2), cache, mask[None, None], positions))[0].float()
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    off = (branches.log_softmax(-1) - expected[5:].repeat(2, 1)).abs().max().item()
+    return f"its logits differ by {off:.3f}" if off > (1e-3 if model.dtype == torch.float32 else 0.5) else ""
 
 
 def score_actions(
@@ -80,12 +100,32 @@ def score_actions(
             for place, rows in enumerate(places):
                 kept = masks[rows[0]].to(model.device)
                 at = before[place, : len(kept)][kept]
-                scores = (head(at).float() / temperature).log_softmax(-1)
-                chosen = scores.gather(1, ids[place, : len(kept)][kept][:, None]).squeeze(1)
-                entropy = -(scores.exp() * scores).sum(-1).detach()
+                scored = _score(head(at), ids[place, : len(kept)][kept], temperature)
                 for row in rows:
-                    logps[row], entropies[row] = chosen, entropy
+                    logps[row], entropies[row] = scored
     return logps, entropies
+
+
+def score_plainly(
+    model: Any, prompts: Tensors, completions: Tensors, masks: Tensors, temperature: float = 1.0
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Score as `score_actions` does, each row in a forward pass of its own: for models that can't share a prompt."""
+    scored = []
+    for prompt, completion, mask in zip(prompts, completions, masks, strict=True):
+        if bool(mask.any()):
+            ids = torch.cat([prompt, completion]).to(model.device)
+            kept = mask.to(model.device)
+            logits = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1][kept]
+            scored.append(_score(logits, ids[len(prompt) :][kept], temperature))
+        else:
+            scored.append((torch.zeros(0, device=model.device),) * 2)
+    return [logps for logps, _ in scored], [entropies for _, entropies in scored]
+
+
+def _score(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities of ids (N,) under logits (N, V), and the entropies, which carry no gradient."""
+    scores = (logits.float() / temperature).log_softmax(-1)
+    return scores.gather(1, ids[:, None]).squeeze(1), -(scores.exp() * scores).sum(-1).detach()
 
 
 def _alike(rows: Tensors) -> list[list[int]]:

@@ -23,7 +23,6 @@ from cuewalk.rl.data import Memories, load_graphs, load_part, rank_of
 from cuewalk.rl.grpo import Rollouts, prepare_arguments, train_grpo
 from cuewalk.rl.ranker import fit_ranker
 from cuewalk.rl.run import last_step, open_run
-from cuewalk.rl.scoring import check_model
 from cuewalk.rl.transcript import Chat
 from cuewalk.rl.vllm_sampler import check_vllm
 from cuewalk.rl.warm_start import teach_rows, warm_start
@@ -98,7 +97,6 @@ def check_judge(config: Config, judge: TrajectoryJudge) -> None:
 def new_adapter(config: Config) -> Any:
     """Return the base model with a fresh LoRA adapter, dropout 0."""
     base = load_language_model(config.model, config.dtype)
-    check_model(base, config.sampling.max_tokens)
     defaults = {"r": 16, "lora_alpha": 32, "target_modules": LINEAR, "task_type": "CAUSAL_LM"}
     torch.manual_seed(config.seed)
     return get_peft_model(base, LoraConfig(**{**defaults, **config.lora, "lora_dropout": 0.0}))

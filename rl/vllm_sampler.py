@@ -18,7 +18,7 @@ import torch
 from cuewalk.memory.models import resolve_model
 from cuewalk.rl.config import Config
 from cuewalk.rl.sampler import Allowed
-from cuewalk.rl.scoring import score_actions
+from cuewalk.rl.scoring import score_plainly
 
 #: Mean difference of log-probabilities that rounding explains, by the base weights' dtype (measured: .00001, .05).
 TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 0.15}
@@ -153,7 +153,7 @@ class VLLMSampler:
         ((ids, logps),) = self._complete([prompt], 16, [])
         rows = [torch.tensor(prompt)], [torch.tensor(ids)], [torch.ones(len(ids), dtype=torch.bool)]
         with torch.no_grad():
-            (expected,), _ = score_actions(model, *rows, self.temperature or 1.0)
+            (expected,), _ = score_plainly(model, *rows, self.temperature or 1.0)
         differences = (torch.tensor(logps) - expected.cpu()).abs()
         if not differences.mean() <= (allowed := TOLERANCE[model.dtype]):
             raise SamplerError(

@@ -1,4 +1,4 @@
-"""The command `cuewalk`: download, build, inspect, train, evaluate, export, play, calibrate, benchmark."""
+"""The command `cuewalk`: download, build, inspect, train, evaluate, compare, export, play, calibrate, benchmark."""
 
 import argparse
 import os
@@ -28,6 +28,7 @@ DESCRIPTION = """Train a small language model to walk an agent's memory: expand,
 
   cuewalk train    --config configs/demo.yaml     warm start and GRPO; goes on where it was stopped
   cuewalk evaluate --config configs/demo.yaml     every policy on the held-out conversations, one table
+  cuewalk compare  --config configs/demo.yaml     every kind of system of the papers on the same questions, one table
   cuewalk export   checkpoints/demo policy/       adapter, merged model, policy.json
   cuewalk build    --config configs/demo.yaml     the memories alone; --check FILE says what a file of yours lacks
   cuewalk download locomo                         public data sets, at a fixed commit, checked by digest
@@ -37,6 +38,15 @@ DESCRIPTION = """Train a small language model to walk an agent's memory: expand,
   cuewalk benchmark sample train                             speed, beside the usual way and beside the floor
 
 Any setting can be overridden after the command: env.budget=4 grpo.max_steps=50 run_dir=checkpoints/mine
+"""
+
+COMPARE_EXAMPLES = """examples:
+  cuewalk compare --config configs/demo.yaml --out checkpoints/demo/comparison
+  cuewalk compare --config configs/locomo_cpu.yaml evaluation.part=val compare.systems='[top_k=8, pagerank, oracle]'
+  cuewalk compare --config configs/demo.yaml compare.reader=smollm2-135m compare.questions=50
+  cuewalk compare --config configs/demo.yaml 'compare.endpoint={base_url: http://localhost:8000/v1, model: qwen}'
+
+Each system's measures are kept in OUT.rows, a file a system; a later start runs what is missing or failed there.
 """
 
 MENDABLE = (
@@ -75,12 +85,15 @@ def _parser() -> argparse.ArgumentParser:
     train = add(_train, "build memories, warm up on oracle walks, train with GRPO; resumable")
     evaluate = add(_evaluate, "measure all policies on the held-out part; writes evaluation.json, .md and plots")
     evaluate.add_argument("--out", help="folder and name of the files, instead of run_dir/evaluation")
+    compare = add(_compare, "measure every kind of system on the same questions; goes on where it was stopped")
+    compare.formatter_class, compare.epilog = raw, COMPARE_EXAMPLES
+    compare.add_argument("--out", default="docs/results/comparison", help="folder and name of the files")
     play = add(_play, "walk a memory in the terminal; type EXPAND A, REFINE words, STOP")
     play.add_argument("--question", type=int, default=0, help="its number among the validation questions")
     asked = add(_calibrate, "ask a judge about right and wrong answers made from the validation questions")
     asked.add_argument("judge", choices=JUDGES, help="whose acceptance is measured; llm: see judge.llm")
     asked.add_argument("--per-kind", type=int, default=50, help="answers of each kind at most (50)")
-    for command in (build, train, evaluate, play, asked):
+    for command in (build, train, evaluate, compare, play, asked):
         needed = command is not build
         command.add_argument("--config", required=needed, help="a YAML file, such as configs/demo.yaml")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to override")
@@ -214,6 +227,18 @@ def _evaluate(options: argparse.Namespace) -> None:
     print(table(same_questions(result["rows"])))
     if training := result["training"]:
         print(f"\nGRPO: {training['groups_live']} of {training['groups']} groups were live.")
+    print("\nWritten:", *paths, sep="\n  ")
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from cuewalk.scripts.compare_report import COST, FOUND, known_columns, write_comparison
+    from cuewalk.scripts.report import table
+
+    result, paths = write_comparison(load_config(options.config, options.overrides), Path(options.out))
+    columns = FOUND | {key: COST[key] for key in ("entries", "context_tokens", "inference_tokens")}
+    print(table(result["rows"], known_columns(columns, result["rows"])))
+    if failed := sum(row["failed"] for row in result["rows"]):
+        print(f"\n{failed} questions failed or are missing (see {options.out}.rows); start again to ask them anew.")
     print("\nWritten:", *paths, sep="\n  ")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -14,23 +15,23 @@ from pydantic import TypeAdapter
 from tqdm import tqdm
 
 from cuewalk.env import Question, Tasks, Trajectory
-from cuewalk.env.render import RENDERER
+from cuewalk.env.render import CANDIDATE, RENDERER
 from cuewalk.env.tasks import DataError, select, splits
 from cuewalk.judges import TrajectoryJudge, evidence_recall
 from cuewalk.memory import SentenceEncoder
 from cuewalk.memory.models import load_language_model, load_tokenizer
 from cuewalk.rl import baselines
 from cuewalk.rl.config import Config, ConfigError, config_tree
-from cuewalk.rl.curve import OFFSETS, Record, Served, choose_offset, cut, record, stopping
 from cuewalk.rl.data import Memories, load_graphs, load_part, rank_of
 from cuewalk.rl.export import GRAMMAR
-from cuewalk.rl.measures import measure_entries, measure_walk
 from cuewalk.rl.oracle import oracle_action, searching_oracle
 from cuewalk.rl.ranker import THRESHOLDS, Ranker, expand_likely
 from cuewalk.rl.rollout import walk_greedily
 from cuewalk.rl.run import provenance, read_metrics
-from cuewalk.rl.statistics import compare
 from cuewalk.rl.transcript import Chat
+from cuewalk.scripts.curve import OFFSETS, Record, Served, choose_offset, cut, record, stopping
+from cuewalk.scripts.measures import measure_entries, measure_walk
+from cuewalk.scripts.paired import compare
 
 Found = tuple[Sequence[str] | Trajectory, int]
 """A working set, or a walk and the set it ended with; and the tokens of the language model, 0 without one."""
@@ -62,7 +63,7 @@ class Altered(Chat):
 
 def no_text(observation: str) -> str:
     """Blank the candidates: speaker and text go; score, link and letter stay."""
-    return re.sub(r"^.* (\d[a-z] [A-Za-z])$", r"… \1", observation, flags=re.M)
+    return CANDIDATE.sub(r"… \g<score> \g<label>", observation)
 
 
 def other_question(observation: str) -> str:
@@ -114,6 +115,7 @@ class Bench:
         free: dict[str, Any] = {"run_dir": "", "memory_dir": "", "evaluation": None, "grpo": {}, "judge": None}
         tree = config_tree(self.config) | free
         tree["sampling"]["stop_offset"] = 0.0
+        tree.pop("compare")
         graphs = sorted(graph.digest for graph in self.memories.graphs.values())
         whole = hashlib.sha256(repr((tree, graphs, RENDERER, GRAMMAR)).encode())
         run = Path(self.config.run_dir)
@@ -345,11 +347,21 @@ def _mean_row(policy: str, questions: str, own: pd.DataFrame) -> dict[str, Any]:
 
 
 def _training_facts(run: Path) -> dict[str, Any]:
-    """Return what a reader wants to know of the training: steps, groups, live ones, seconds."""
+    """Return what a reader wants to know of the training: steps, groups, live ones, seconds.
+
+    Groups per hour are those sampled, replaced ones too; rows of a group that are not distinct are computed once.
+    """
     path = run / "metrics.jsonl"
     if not path.exists():
         return {}
     steps, seconds = read_metrics(path)
     counts = {"groups": "groups/all", "groups_live": "groups/live", "groups_replaced": "groups/replaced"}
     sums = {name: sum(int(line[key]) for line in steps.values()) for name, key in counts.items()}
-    return {"grpo_steps": len(steps), **sums, "seconds": seconds}
+    hours = sum(line["step_time"] for line in steps.values()) / 3600
+    speed = {
+        "groups_per_hour": sum(sums[name] for name in ("groups", "groups_replaced")) / hours if hours else None,
+        "distinct_trajectories": fmean(line["groups/distinct_trajectories"] for line in steps.values())
+        if steps
+        else None,
+    }
+    return {"grpo_steps": len(steps), **sums, **speed, "seconds": seconds}

@@ -29,8 +29,8 @@ from cuewalk.memory.models import load_tokenizer
 from cuewalk.memory.reader import LocalReader
 from cuewalk.rl.baselines import run_scripted
 from cuewalk.rl.oracle import oracle_action
-from cuewalk.rl.statistics import compare
 from cuewalk.scripts.inspection import describe
+from cuewalk.scripts.paired import compare
 from cuewalk.scripts.results import measure, table
 
 CAP = 24

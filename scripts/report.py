@@ -71,7 +71,9 @@ def markdown(result: dict[str, Any]) -> str:
     if training:
         parts.append(
             f"GRPO: {training['grpo_steps']} steps, {training['groups']} groups, {training['groups_live']} of them "
-            f"live ({training['groups_replaced']} without any signal were replaced)."
+            f"live ({training['groups_replaced']} without any signal were replaced); {training['groups_per_hour']:.0f} "
+            f"groups an hour, replaced ones counted, with {training['distinct_trajectories']:.1f} different "
+            f"trajectories in one: equal ones are computed once."
         )
     if detectable := [c["detectable"] for c in result["comparisons"] if c["metric"] != "reward" and c["detectable"]]:
         parts.append(

@@ -19,7 +19,7 @@ RULES = EnvConfig(k=1, budget=3, frontier_cap=2, new_lines=1, links=("segment", 
 FIRST = f"""{INSTRUCTION}
 Question: When did the dog come back?
 Read:
-- Ann 1 May 24: The dog ran away
+- 9 Ann 1 May 24: The dog ran away
 Candidates:
 Bob: The dog likes the garden 7m A
 Bob: He came back on Tuesday 0e B
@@ -36,7 +36,7 @@ def test_the_transcript_of_a_small_walk_is_as_worked_by_hand(env):
     assert observation == FIRST
     assert info == {"budget": 3, "working": ("e0",), "bad": None, "ending": None}
     observation, reward, terminated, truncated, info = env.step("EXPAND B")
-    assert observation.splitlines()[:2] == ["Read:", "- Bob 1 May 24: He came back on Tuesday"]
+    assert observation.splitlines()[:2] == ["Read:", "- 0 Bob 1 May 24: He came back on Tuesday"]
     assert observation.splitlines()[2] == "Candidates:" and observation.splitlines()[3].endswith(" C")
     assert observation.splitlines()[4:] == ["Budget 2."]
     assert (reward, terminated, truncated, info["working"]) == (0.0, False, False, ("e0", "e1"))

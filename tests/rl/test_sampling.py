@@ -1,14 +1,17 @@
 """Sampler and scorer against the plain model: the same numbers, whatever was cached, shared, padded or dropped."""
 
+import warnings
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from cuewalk.env import EnvConfig, RetrievalEnv
 from cuewalk.memory.models import load_language_model
 from cuewalk.rl.rollout import walk
-from cuewalk.rl.sampler import TransformersSampler
-from cuewalk.rl.scoring import check_model, score_actions
+from cuewalk.rl.sampler import PlainSampler, TransformersSampler, fitting_sampler
+from cuewalk.rl.scoring import score_actions, score_plainly, shares_prompts
 from cuewalk.rl.transcript import TranscriptError
 
 
@@ -24,12 +27,12 @@ def plain_logps(model, prompt, completion, temperature=1.0):
     return scores[:-1].gather(1, ids[0, 1:, None]).squeeze(1)[len(prompt) - 1 :]
 
 
-def uneven_rows(model, temperature=1.0, seed=0):
+def uneven_rows(model, temperature=1.0, seed=0, kind=TransformersSampler):
     """Two prompts of unequal length, three copies, three turns; after each turn some rows end."""
     generator = torch.Generator().manual_seed(seed)
     ids = lambda n: torch.randint(5, 20000, (n,), generator=generator).tolist()  # noqa: E731
     prompts = [ids(40), ids(27)]
-    sampler = TransformersSampler(model, 2, 6, temperature, generator)
+    sampler = kind(model, 2, 6, temperature, generator)
     sampler.begin(prompts, 3)
     rows = [{"prompt": prompts[i // 3], "ids": [], "mask": [], "logps": []} for i in range(6)]
     live = list(range(6))
@@ -151,26 +154,44 @@ def test_an_action_is_cut_at_its_limit_and_ends_at_the_end_of_turn(model):
     assert sampler.act([lambda ids: [9] if len(ids) < 2 else [2]])[0] == [[9, 9, 2]]
 
 
-def test_check_model_refuses_a_head_that_is_scaled(model, monkeypatch):
-    check_model(model, 2048)
-    forward = model.forward
-
-    def scaled(*args, **kwargs):
-        output = forward(*args, **kwargs)
-        output.logits = output.logits / 3
-        return output
-
-    monkeypatch.setattr(model, "forward", scaled)
-    with pytest.raises(ValueError, match="can't share a prompt's forward pass"):
-        check_model(model, 2048)
-
-
-def test_check_model_refuses_a_window_shorter_than_a_transcript(model, monkeypatch):
+def test_a_model_with_plain_attention_shares_prompts_and_one_that_looks_back_too_little_does_not(model, monkeypatch):
+    assert shares_prompts(model, 2048)
     monkeypatch.setattr(model.config, "sliding_window", 512, raising=False)
     monkeypatch.setattr(model.config, "layer_types", ["full_attention", "sliding_attention"], raising=False)
-    check_model(model, 512)
-    with pytest.raises(ValueError, match="they see 512 of 2048 tokens"):
-        check_model(model, 2048)
+    assert shares_prompts(model, 512)
+    with pytest.warns(UserWarning, match=r"llama models can't share .* \(it sees 512 of 1024 tokens\): each row"):
+        assert not shares_prompts(model, 1024)
+    with warnings.catch_warnings(action="error"):  # said once
+        assert not shares_prompts(model, 1024)
+
+
+@pytest.fixture(scope="module")
+def scaled(model):
+    """A model whose logits are not its hidden states through its head: Granite divides them."""
+    sizes = {key: getattr(model.config, key) for key in ("vocab_size", "hidden_size", "intermediate_size")}
+    torch.manual_seed(0)
+    return GraniteForCausalLM(
+        GraniteConfig(**sizes, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, logits_scaling=3.0)
+    ).eval()
+
+
+def test_a_model_that_scales_its_logits_takes_the_plain_path_and_gets_its_own_numbers(scaled):
+    with pytest.warns(UserWarning, match=r"granite models can't share .* \(its logits differ by"):
+        assert fitting_sampler(scaled, 2048) is PlainSampler
+    rows, _ = uneven_rows(scaled, 0.7, kind=PlainSampler)
+    scored, entropies = score_plainly(scaled, *tensors(rows), 0.7)
+    for row, logps, entropy in zip(rows, scored, entropies, strict=True):
+        mask = torch.tensor(row["mask"]).bool()
+        expected = plain_logps(scaled, row["prompt"], row["ids"], 0.7)[mask].detach()
+        assert logps.detach() == pytest.approx(expected, abs=1e-5) and len(entropy) == mask.sum()
+        assert torch.tensor(row["logps"])[mask] == pytest.approx(expected, abs=1e-4)
+
+
+def test_both_samplers_draw_the_same_from_one_seed(model):
+    shared, plain = (uneven_rows(model, kind=kind)[0] for kind in (TransformersSampler, PlainSampler))
+    for row, other in zip(shared, plain, strict=True):
+        assert (row["ids"], row["mask"]) == (other["ids"], other["mask"])
+        assert row["logps"] == pytest.approx(other["logps"], abs=1e-4)
 
 
 def test_a_walk_keeps_sampled_ids_and_masks_observations(model, chat, graph, question):
@@ -202,7 +223,7 @@ def test_a_transcript_that_is_too_long_says_what_to_lower(model, chat, graph, qu
 @pytest.mark.slow
 def test_parity_holds_for_the_real_model(graph):
     model = load_language_model("smollm2-135m", "float32", device="cpu")
-    check_model(model, 2048)
+    assert shares_prompts(model, 2048)
     rows, _ = uneven_rows(model)
     with torch.no_grad():
         scored, _ = score_actions(model, *tensors(rows))

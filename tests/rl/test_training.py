@@ -2,12 +2,14 @@
 
 import inspect
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, GraniteConfig, GraniteForCausalLM
 from trl import GRPOTrainer
 
 from cuewalk.env import EnvConfig, Expand, Gold, Question, RetrievalEnv, Stop, Tasks
@@ -22,7 +24,7 @@ from cuewalk.rl.oracle import oracle_action, searching_oracle
 from cuewalk.rl.rollout import Row
 from cuewalk.rl.run import last_step
 from cuewalk.rl.train import new_adapter
-from cuewalk.rl.warm_start import _filled, _targets, collate, set_logps, teach_rows, warm_start
+from cuewalk.rl.warm_start import _filled, _targets, collate, teach_rows, teach_scores, warm_start
 from tests.conftest import at
 
 RULES = EnvConfig(k=1, budget=3, frontier_cap=4, new_lines=1)
@@ -93,6 +95,32 @@ def test_steps_move_the_adapter_and_no_base_weight(config, tasks, graph, chat, t
     assert lines[0]["stage"] == "grpo" and lines[0]["groups/all"] == 2
     assert {"reward/letters", "ended/malformed", "actions/stop", "bad/unparsable", "entropy",
             "groups/dead_one_trajectory", "groups/distinct_trajectories"} <= set(lines[0])  # fmt: skip
+
+
+def test_a_model_that_cannot_share_prompts_is_warmed_up_and_trained_all_the_same(config, tasks, graph, chat, tmp_path):
+    sizes = AutoConfig.from_pretrained(config.model).to_dict()
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "bos_token_id", "eos_token_id", "initializer_range")  # fmt: skip
+    torch.manual_seed(0)
+    GraniteForCausalLM(GraniteConfig(**{key: sizes[key] for key in kept}, logits_scaling=3.0)).save_pretrained(
+        path := tmp_path / "granite"
+    )
+    config = replace(
+        config, model=str(path), warm_start=WarmStartConfig(rows=2, k=(1,)), grpo=config.grpo | {"max_steps": 1}
+    )
+    rows = teach_rows(config, tasks, Memories({"toy": graph}, config.env), chat)
+    (tmp_path / "run").mkdir()
+    model = new_adapter(config)
+    with pytest.warns(UserWarning, match="granite models can't share a prompt's forward pass"):
+        warm_start(config, tmp_path / "run", model, chat, rows)
+    expected, _ = teach_scores(model.eval(), batch := collate(rows), (11, 12), plain=True)
+    scores = model(torch.tensor([rows[0]["input_ids"]])).logits[0].log_softmax(-1)
+    at = rows[0]["positions"][0]
+    assert expected[0].item() == pytest.approx(scores[at - 1, rows[0]["targets"][0]].logsumexp(0).item(), abs=1e-4)
+    assert teach_scores(model, batch, (11, 12))[0][0].item() != pytest.approx(expected[0].item(), abs=1e-2)
+    with pytest.warns(UserWarning, match="granite"):
+        before, after, source = run_grpo(config, tasks, graph, chat, tmp_path / "run")
+    assert source.log["groups/live"] > 0 and any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def test_two_steps_and_two_resumed_are_four(config, tasks, graph, chat, tmp_path):
@@ -388,6 +416,12 @@ def test_teaching_rows_hold_the_oracles_walks(config, tasks, graph, chat):
         assert said[-1] == chat.end and row["positions"][-1] == len(row["input_ids"]) - 1
     texts = ["".join(chat.tokenizer.decode([row["input_ids"][p] for p in row["positions"]])) for row in rows]
     assert sorted("EXPAND" in text for text in texts) == [False, True]
+    for row, text in zip(rows, texts, strict=True):  # every line shown is marked at its letter; the oracle's held gold
+        shown = chat.tokenizer.decode(row["input_ids"])
+        letters = [chat.tokenizer.decode([row["input_ids"][mark]]).strip() for mark in row["marks"]]
+        assert letters == re.findall(r" \d[a-z] ([A-Za-z])\n", shown) and len(letters) >= 4
+        held = [letter for letter, holds in zip(letters, row["held"], strict=True) if holds]
+        assert held == (["EXPAND" in text] and sorted(re.findall(r"\b[A-Za-z]\b", text), key=letters.index))
     with pytest.raises(ValueError, match=r"warm_start.rows = 99 .*lower rows or change stop_share"):
         more = replace(config, warm_start=WarmStartConfig(rows=99))
         teach_rows(more, tasks, Memories({"toy": graph}, config.env), chat)
@@ -396,14 +430,18 @@ def test_teaching_rows_hold_the_oracles_walks(config, tasks, graph, chat):
 def test_the_set_likelihood_sums_over_what_is_right(config):
     model = new_adapter(config)
     rows = [
-        {"input_ids": [5, 6, 7, 8, 2], "positions": [3, 4], "targets": [[8, 9], [2]]},
-        {"input_ids": [5, 6, 2], "positions": [2], "targets": [[2]]},
+        {"input_ids": [5, 6, 7, 8, 2], "positions": [3, 4], "targets": [[8, 9], [2]], "marks": [1], "held": [True]},
+        {"input_ids": [5, 6, 2], "positions": [2], "targets": [[2]], "marks": [0, 1], "held": [False, False]},
     ]
-    found = set_logps(model, collate(rows))
+    batch = collate(rows)
+    assert batch["begins"].tolist() == [True, False, True]
+    found, said = teach_scores(model, batch, (11, 12))
     scores = model(torch.tensor([rows[0]["input_ids"]])).logits[0].log_softmax(-1)
     short = model(torch.tensor([rows[1]["input_ids"]])).logits[0].log_softmax(-1)
     expected = [scores[2, [8, 9]].logsumexp(0), scores[3, 2], short[1, 2]]
     assert torch.allclose(found, torch.stack(expected), atol=1e-5)
+    expected = [scores[1, 11] - scores[1, 12], short[0, 11] - short[0, 12], short[1, 11] - short[1, 12]]
+    assert torch.allclose(said, torch.stack(expected), atol=1e-5) and batch["held"].tolist() == [1, 0, 0]
 
 
 def test_the_warm_start_lowers_its_loss_and_saves_an_adapter(config, tasks, graph, chat, tmp_path):
@@ -414,4 +452,6 @@ def test_the_warm_start_lowers_its_loss_and_saves_an_adapter(config, tasks, grap
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < 0.5 * losses[0]
+    marked = [line["marked/evidence"] - line["marked/other"] for line in lines if "loss" in line]
+    assert marked[-1] > marked[0] + 0.3
     assert set(load_file(tmp_path / "run" / "warm_start" / "adapter_model.safetensors"))

@@ -14,14 +14,14 @@ from cuewalk.memory import Link
 from cuewalk.memory.models import load_language_model
 from cuewalk.rl import Config, baselines
 from cuewalk.rl.config import SamplingConfig
-from cuewalk.rl.curve import Record, Served, choose_offset, cut, record, stopping
 from cuewalk.rl.data import Memories
-from cuewalk.rl.measures import measure_entries, measure_walk
 from cuewalk.rl.oracle import oracle_action
 from cuewalk.rl.ranker import FEATURES, Ranker, expand_likely, features, fit_ranker
 from cuewalk.rl.rollout import walk_greedily
-from cuewalk.rl.statistics import compare
+from cuewalk.scripts.curve import Record, Served, choose_offset, cut, record, stopping
 from cuewalk.scripts.evaluate import COLUMNS, Altered, Bench, no_text, other_question, summarise
+from cuewalk.scripts.measures import measure_entries, measure_walk
+from cuewalk.scripts.paired import compare
 from cuewalk.scripts.report import markdown
 
 RULES = EnvConfig(k=1, budget=3, frontier_cap=4, new_lines=1)
@@ -282,7 +282,7 @@ def test_every_cut_of_one_walk_is_the_walk_the_policy_takes_with_that_offset(
     others = [question, Question("toy:2", "toy", "Who has a garden?")]
     make = lambda: [RetrievalEnv(graph, asked, rules) for asked in others]  # noqa: E731
     lawful = partial(walk_greedily, grammar=True)
-    monkeypatch.setattr("cuewalk.rl.curve.walk_greedily", lawful)
+    monkeypatch.setattr("cuewalk.scripts.curve.walk_greedily", lawful)
     kept = record(make(), model, chat, SamplingConfig(max_action_tokens=8))
     served = [cut(walk, lambda place=place: make()[place]) for place, walk in enumerate(kept)]
     margins = sorted(margin for walk in served for margin in walk.margins)

@@ -1,0 +1,153 @@
+"""The comparison for people: a Markdown twin of the JSON, the frontier as a picture, and one page."""
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from cuewalk.env.tasks import CATEGORIES
+from cuewalk.rl.config import Config
+from cuewalk.scripts.compare import Walked, compare, replay
+from cuewalk.scripts.report import table
+from cuewalk.scripts.results import markdown_table
+
+FOUND = {
+    "recall_at_8": "recall@8", "recall_at_300t": "recall@300t", "evidence_recall": "recall", "precision": "precision",
+    "answer_words": "answer words", "answer_f1": "answer F1", "answer_em": "EM", "judge": "judge", "reward": "reward",
+}  # fmt: skip
+COST = {
+    "entries": "entries", "blocks": "blocks", "context_tokens": "tokens", "inference_tokens": "LM tokens",
+    "total_tokens": "total tokens", "blocks_to_cover": "blocks to cover", "tokens_to_cover": "tokens to cover",
+    "answer_covered": "covered", "ms": "ms, mean", "ms_p50": "P50", "ms_p95": "P95", "failed": "failed",
+}  # fmt: skip
+WALKS = {"steps": "steps", "cost": "cost", "ended_stopped": "stopped", "ended_budget": "budget",
+         "ended_malformed": "malformed", "stop_early": "too early", "stop_late": "too late"}  # fmt: skip
+FREE_TO_SHOW = ("synthetic",)
+"""Data sets whose texts may stand in a page beside the results; the page of others goes into the run directory."""
+
+
+def write_comparison(config: Config, out: Path) -> tuple[dict[str, Any], list[Path]]:
+    """Compare, and write `out.json`, `out.md`, `out_frontier.png` and the page; return the result and the paths."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    result = compare(config, out)
+    paths = [out.with_name(out.name + end) for end in (".json", ".md", "_frontier.png")]
+    paths[0].write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    paths[1].write_text(markdown(result), encoding="utf-8")
+    plot_frontier(result, paths[2])
+    shown = config.data.source in FREE_TO_SHOW
+    page = out.with_name(f"{out.name}.html") if shown else Path(config.run_dir) / f"{out.name}.html"
+    return result, [*paths, page] if write_page(result, replay(config, out), page) else paths
+
+
+def write_page(result: dict[str, Any], walks: Sequence[Walked], path: Path) -> bool:
+    """Write the page with the walks; False where there is nothing that writes it."""
+    if importlib.util.find_spec("cuewalk.scripts.viewer") is None:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    importlib.import_module("cuewalk.scripts.viewer").write_html(result, walks, path)
+    return True
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return the whole result as Markdown."""
+    data, rows = result["data"], result["rows"]
+    milli = {"seconds": "ms", "seconds_p50": "ms_p50", "seconds_p95": "ms_p95"}
+    rows = [row | {name: 1000 * row[key] for key, name in milli.items()} for row in rows]
+    categories = sorted(
+        {key for row in rows for key in row if key.startswith("recall_at_8_")}, key=lambda k: (len(k), k)
+    )
+    walks = [row for row in rows if "steps" in row]
+    tested = {(c["a"], c["b"], c["metric"]): c for c in result["comparisons"]}
+    parts = [
+        f"# {result['name']}: every kind of system, the same questions",
+        f"Made by `{result['command']}` at commit {result['commit']}, seed {result['seeds'][0]}. Data: "
+        f"{data['dataset']} {data['split']}, {data['n']} of {data['n_part']} questions with evidence "
+        f"({data['n_clean']} without a known error in their gold).",
+        "The systems are retrieval ideas over this package's memory (one encoder, one set of segments, entries, "
+        "anchors and groups), not the products; what the papers measured of those is at the end, and not comparable.",
+        "\n".join(f"- `{row['policy']}`: {row['idea']}" for row in rows),
+        "## What was found",
+        "recall@8 and recall@300t: share of the gold evidence messages shown within 8 entries (300 tokens), cut or "
+        "topped up by plain search; a raw message counts as one entry. recall: in all that was returned.",
+        table(rows, known_columns(FOUND, rows)),
+        "## At what cost",
+        "Means a question, but for total tokens: construction, and for all questions what a reader is shown and what "
+        f"the system's own models took. Tokens are those of {result['settings']['model']}. To cover: until all "
+        "content words of the gold answer were shown, over the answers that were covered. Milliseconds from question "
+        "to context, indexes built; this machine, one question at a time.",
+        table(rows, known_columns(COST, rows)),
+        f"![recall against context tokens]({result['name']}_frontier.png)",
+        "Without the oracle, which sees the gold, nothing shows more in as few context tokens than: "
+        + ", ".join(f"`{p['policy']}` ({p['context_tokens']:.0f}: {p['recall']:.3f})" for p in result["frontier"]
+                    if p["efficient"]) + ".",
+        "## recall@8 by category",
+        f"{', '.join(f'{number} {name}' for number, name in CATEGORIES.items())}; `clean` leaves out the questions "
+        "whose gold the errata mark wrong.",
+        table(rows, {key: key.removeprefix("recall_at_8_") for key in categories}),
+    ]  # fmt: skip
+    if walks:
+        parts += ["## Walks", table(walks, WALKS)]
+    parts += [
+        "## Paired differences",
+        "The first less the second, by question, averaged within each conversation; 95% interval by t over the "
+        "conversations (none with fewer than two) and by a bootstrap over questions. p: of t-tests over conversations "
+        "and over questions, corrected by Holm for all comparisons of the metric. Many questions of few conversations "
+        "are not independent: where both are given, believe the first.",
+    ]
+    if detectable := [c["detectable"] for c in tested.values() if c["detectable"] and c["metric"] != "judge"]:
+        parts.append(f"Smallest difference found with 80% power: {min(detectable):.3f} to {max(detectable):.3f}.")
+    parts.append(markdown_table(
+        ("metric", "a − b", "difference", "t interval", "question interval", "n", "p", "p, questions"),
+        [(c["metric"], f"{c['a']} − {c['b']}", f"{c['difference']:+.3f}", _interval(c["low"], c["high"]),
+          _interval(c["question_low"], c["question_high"]), c["n"], _p(c["p_holm"]), _p(c["p_questions_holm"]))
+         for c in tested.values()],
+    ))  # fmt: skip
+    columns = ("dataset", "system", "score", "f1", "bleu", "tokens", "reader", "judge", "questions", "source")
+    parts += [
+        "## Published, not remade",
+        "What the papers report of the products, with the reader and the judge that they used. Their judges are "
+        "lenient, their memories written by a large model, their questions other ones: set beside each other, not "
+        "beside the tables above.",
+        markdown_table(columns, [["–" if row[c] is None else row[c] for c in columns] for row in result["published"]]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def plot_frontier(result: dict[str, Any], path: Path) -> None:
+    """Plot recall against context tokens: a point a system, and the line of those that none but the oracle beats."""
+    points = result["frontier"]
+    figure, axes = plt.subplots(figsize=(8, 5))
+    best = [point for point in points if point["efficient"]]
+    axes.step([p["context_tokens"] for p in best], [p["recall"] for p in best], where="post", color="0.7", zorder=1)
+    for place, point in enumerate(points):
+        axes.scatter(
+            point["context_tokens"], point["recall"], marker="osD^vP*X"[place % 8], s=34, zorder=2,
+            label=f"{point['policy']}  ({point['context_tokens']:.0f}, {point['recall']:.2f})",
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set(xlabel="context tokens a question (mean)", ylabel="share of the evidence shown", ylim=(0, 1.03))
+    axes.set_title(f"{result['data']['dataset']} {result['data']['split']}, n = {result['data']['n']}", fontsize=10)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), title="by tokens", title_fontsize=7)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    plt.close(figure)
+
+
+def known_columns(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the columns that some row has a value for."""
+    return {key: title for key, title in columns.items() if any(row.get(key) is not None for row in rows)}
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "–" if low is None or high is None else f"{low:+.3f} … {high:+.3f}"
+
+
+def _p(value: float | None) -> str:
+    return "–" if value is None else "< .001" if value < 0.001 else f"{value:.3f}"
