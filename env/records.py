@@ -1,5 +1,6 @@
 """What a task is: a question that the environment may know, and the gold that only judges and the oracle see."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,10 +22,11 @@ class Gold:
 
     answer: str  #: The reference answer.
     evidence: tuple[str, ...]  #: Ids of the messages that support it; empty where the data give none.
-    #: 1 multi-hop, 2 temporal, 3 open-domain, 4 single-hop, 6 knowledge-update (synthetic only); LoCoMo's 5
+    #: 1 multi-hop, 2 temporal, 3 open-domain, 4 single-hop, 6 knowledge-update (not in LoCoMo); LoCoMo's 5
     #: (adversarial) is not loaded. Compare by number: names differ between papers.
     category: int
     clean: bool = True  #: False where the errata mark the answer or the evidence wrong.
+    silver: bool = False  #: True where the evidence was guessed from the answer's words, see `silver_evidence`.
 
 
 @dataclass(frozen=True)
@@ -34,3 +36,8 @@ class Tasks:
     conversations: Mapping[str, Conversation]
     questions: tuple[Question, ...]
     gold: Mapping[str, Gold]
+
+
+def words(text: str) -> set[str]:
+    """Return a text's words in lower case."""
+    return set(re.findall(r"\w+", text.lower()))

@@ -1,12 +1,13 @@
-"""Loaders: questions and gold from LoCoMo or a user's own file, obeying frozen splits by conversation."""
+"""Loaders: questions and gold from LoCoMo, obeying frozen splits by conversation; what all loaders share."""
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from functools import cache
-from importlib.resources import as_file, files
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,27 @@ class DataError(ValueError):
     """Raised when a data file is missing, damaged, of another version, or does not hold what was asked for."""
 
 
+@contextmanager
+def reading(place: str) -> Iterator[None]:
+    """Turn what parsing another or a damaged file raises into a DataError that names the place."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, SyntaxError, OverflowError, OSError) as error:
+        raise DataError(f"{place} is not of the format: {type(error).__name__} {error}") from error
+
+
+@cache
+def embedded(name: str) -> Any:
+    """Return the content of a JSON file of this package."""
+    return json.loads(files("cuewalk.env").joinpath(name).read_bytes())
+
+
 @cache
 def splits() -> Mapping[str, Mapping[str, tuple[str, ...]]]:
-    """Return the frozen splits: name -> part -> conversation ids (and `test_200`: question ids)."""
-    stored = json.loads(files("cuewalk.env").joinpath("splits.json").read_bytes())
+    """Return the frozen splits: name -> part -> conversation ids (`test_200`: question ids); `longmemeval` is apart."""
+    stored = embedded("splits.json")
     return {name: {part: tuple(ids) for part, ids in parts.items()} for name, parts in stored.items()}
 
 
@@ -35,63 +53,23 @@ def load_locomo(path: str | Path, split: str, part: str, *, sha256: str | None =
     Indexed are the messages with their image captions, and the `observation` rows as notes; never the questions,
     `event_summary`, or the stock-photo `query`.
 
-    Args:
-        path: The file, or the folder that holds it.
-        split: `conv-4-1-5`, `conv-4-1-5-b` or `memory-r1`.
-        part: `train`, `val` or `test`.
-        sha256: The file's pinned digest; None accepts any file of the format.
+    `path` is the file, or the folder that holds `locomo10.json`; `split` is `conv-4-1-5`, `conv-4-1-5-b` or
+    `memory-r1`; `sha256` is the file's digest, None to accept any file of the format.
 
     A DataError if the file is missing, has another digest, is no JSON or lacks a conversation of the split; a
     ValueError if split or part is unknown.
     """
-    for what, given, known in (("split", split, splits()), ("part", part, PARTS)):
+    names = [name for name in splits() if name != "longmemeval"]
+    for what, given, known in (("split", split, names), ("part", part, PARTS)):
         if given not in known:
             raise ValueError(f"unknown {what} {given!r}; choose from {', '.join(known)}")
     path = Path(path)
     path = path / "locomo10.json" if path.is_dir() else path
-    content = _read(path, "Get locomo10.json from the LoCoMo repository (see README, Data)", sha256)
+    content = read_data(path, "Get locomo10.json with `cuewalk download locomo`", sha256)
     samples = {sample["sample_id"]: sample for sample in content}
     if missing := [id_ for id_ in splits()[split][part] if id_ not in samples]:
         raise DataError(f"{path} lacks the conversations {missing} of {split}/{part}")
     return join_tasks(_locomo_sample(samples[id_]) for id_ in splits()[split][part])
-
-
-def load_synthetic(part: str, conversations: int) -> Tasks:
-    """Load the first so many conversations of a part of the embedded data; a ValueError if there are not so many.
-
-    It was made by scripts/make_synthetic.py.
-    """
-    with as_file(files("cuewalk.env").joinpath("synthetic.json")) as path:
-        tasks = _own_tasks(path, part)
-    if not 1 <= conversations <= len(tasks):
-        raise ValueError(f"{conversations} conversations for {part}: the synthetic data has {len(tasks)}")
-    return join_tasks(tasks[:conversations])
-
-
-def load_json(path: str | Path, part: str) -> Tasks:
-    """Load one part of a user's own file (format in the README, section "Your own conversations").
-
-    A DataError if the file is missing or does not have the format; the message names the place.
-    """
-    return join_tasks(_own_tasks(Path(path), part))
-
-
-def _own_tasks(path: Path, part: str) -> list[Tasks]:
-    """Return the tasks of each conversation."""
-    content = _read(path, "The format is in the README, section `Your own conversations`")
-    if not isinstance(content, dict) or not isinstance(content.get("conversations"), list):
-        raise DataError(f"{path}: the top level must be an object with a list `conversations`")
-    tasks = []
-    for number, sample in enumerate(content["conversations"]):
-        try:
-            if sample["split"] == part:
-                tasks.append(_own_sample(sample))
-        except (KeyError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__} {error}"
-            raise DataError(f"{path}: conversations[{number}] is not of the format: {reason}") from error
-    if not tasks:
-        raise DataError(f"{path} has no conversation with split {part!r}; each needs one of {', '.join(PARTS)}")
-    return tasks
 
 
 def join_tasks(parts: Iterable[Tasks]) -> Tasks:
@@ -164,32 +142,15 @@ def parse_locomo_time(text: str) -> datetime:
 @cache
 def _errata() -> Mapping[str, frozenset[int]]:
     """Positions whose gold is marked wrong: answers, and citations too, for evidence is what is trained on."""
-    marked = json.loads(files("cuewalk.env").joinpath("errata.json").read_bytes())["questions"]
-    return {id_: frozenset(kinds["answer"] + kinds["citation"]) for id_, kinds in marked.items()}
+    marked = embedded("errata.json")["questions"].items()
+    return {id_: frozenset(kinds["answer"] + kinds["citation"]) for id_, kinds in marked}
 
 
-def _own_sample(sample: Mapping[str, Any]) -> Tasks:
-    messages = tuple(
-        Message(str(row["id"]), row["speaker"], datetime.fromisoformat(row["time"]), row["text"])
-        for row in sample["messages"]
-    )
-    conversation = Conversation(str(sample["id"]), messages)
-    known = {message.id for message in messages}
-    questions, gold = [], {}
-    for row in sample.get("questions", []):
-        question = Question(f"{conversation.id}:{row['id']}", conversation.id, row["text"])
-        evidence = tuple(str(id_) for id_ in row.get("evidence", []))
-        if unknown := [id_ for id_ in evidence if id_ not in known]:
-            raise ValueError(f"question {question.id} cites unknown messages {unknown}")
-        questions.append(question)
-        gold[question.id] = Gold(str(row["answer"]), evidence, int(row.get("category", 4)))
-    return Tasks({conversation.id: conversation}, tuple(questions), gold)
-
-
-def _read(path: Path, remedy: str, sha256: str | None = None) -> Any:
+def read_data(path: Path, remedy: str, sha256: str | None = None) -> Any:
+    """Return a JSON file's content, or the list of the values on its lines; a DataError if it can't or mustn't be."""
     if not path.is_file():
         raise DataError(f"no data at {path}. {remedy}")
-    content = path.read_bytes()
+    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) != sha256:
         raise DataError(
             f"{path} has SHA-256 {found[:12]}…, expected {sha256[:12]}…: truncated, edited or another version. "
@@ -197,5 +158,8 @@ def _read(path: Path, remedy: str, sha256: str | None = None) -> Any:
         )
     try:
         return json.loads(content)
-    except ValueError as error:
-        raise DataError(f"{path} is no JSON ({error}): truncated? Get it again") from error
+    except ValueError as whole:
+        try:
+            return json.loads(b"[" + b",\n".join(line for line in content.split(b"\n") if line.strip()) + b"]")
+        except ValueError as error:
+            raise DataError(f"{path} is no JSON ({whole}), nor is each line ({error}): truncated? {remedy}") from error

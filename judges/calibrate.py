@@ -9,10 +9,9 @@ from datetime import datetime, timedelta
 from scipy.stats import binomtest
 from tqdm import tqdm
 
-from cuewalk.env.records import Gold, Question, Tasks
+from cuewalk.env.records import Gold, Question, Tasks, words
 from cuewalk.judges.answers import score_answer
 from cuewalk.judges.correctness import ByEndpoint, ByReader, Correctness
-from cuewalk.judges.evidence import words
 from cuewalk.memory import MemoryGraph
 from cuewalk.memory.reader import LocalReader
 from cuewalk.memory.records import MONTHS, format_date

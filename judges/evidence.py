@@ -1,11 +1,10 @@
 """Correctness by evidence: which gold messages a set of entries covers. Offline and deterministic."""
 
-import re
 from collections.abc import Iterable, Sequence
 
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
-from cuewalk.env.records import Gold
+from cuewalk.env.records import Gold, words
 from cuewalk.memory import MemoryGraph
 
 
@@ -35,8 +34,3 @@ def answer_words(graph: MemoryGraph, entries: Sequence[str], gold: Gold) -> floa
         return None
     shown = words("\n".join(graph.entries[entry].value for entry in entries))
     return len(wanted & shown) / len(wanted)
-
-
-def words(text: str) -> set[str]:
-    """Return a text's words in lower case."""
-    return set(re.findall(r"\w+", text.lower()))

@@ -35,9 +35,9 @@ class ConfigError(ValueError):
 class DataConfig:
     """Where conversations and questions come from."""
 
-    #: `synthetic` (embedded), `locomo` (locomo10.json) or `json` (a file of yours).
-    source: Literal["synthetic", "locomo", "json"] = "synthetic"
-    #: The file or its folder; for `locomo` the environment variable CUEWALK_DATA where this is null.
+    #: `synthetic` (embedded); `locomo`, `longmemeval`, `perltqa` (see `cuewalk download`); `json` (a file of yours).
+    source: Literal["synthetic", "locomo", "longmemeval", "perltqa", "json"] = "synthetic"
+    #: The file or its folder; for the downloaded ones the environment variable CUEWALK_DATA where this is null.
     path: str | None = None
     split: str = "conv-4-1-5"  #: Which frozen split of LoCoMo.
     #: How many synthetic ones for train, val and test (there are 24, 4 and 8).

@@ -9,7 +9,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cuewalk.env import EnvConfig, Question, Rank, RetrievalEnv, Tasks, load_json, load_locomo
-from cuewalk.env.tasks import PARTS, DataError, load_synthetic
+from cuewalk.env.datasets import load_longmemeval, load_perltqa
+from cuewalk.env.own import load_synthetic
+from cuewalk.env.tasks import PARTS, DataError
 from cuewalk.memory import Conversation, Encoder, MemoryGraph, build_graph, load_graph, save_graph
 from cuewalk.memory.build import build_digest, load_extractor
 from cuewalk.rl.config import Config, ConfigError, DataConfig
@@ -46,9 +48,12 @@ def load_part(config: DataConfig, part: str) -> Tasks:
             return load_json(config.path, part)
         if config.source == "json":
             raise DataError("data.path is not set; give the file with your conversations")
-        if path := config.path or os.environ.get("CUEWALK_DATA"):
+        path = config.path or os.environ.get("CUEWALK_DATA")
+        if path is None:
+            raise DataError(f"no {config.source}: set data.path or the environment variable CUEWALK_DATA to its folder")
+        if config.source == "locomo":
             return load_locomo(path, config.split, part)
-        raise DataError("no LoCoMo: set data.path or the environment variable CUEWALK_DATA to its folder")
+        return (load_longmemeval if config.source == "longmemeval" else load_perltqa)(path, part)
     except DataError:
         raise
     except ValueError as error:

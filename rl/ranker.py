@@ -13,9 +13,9 @@ from sklearn.preprocessing import StandardScaler
 from tqdm import tqdm
 
 from cuewalk.env import DataError, EnvConfig, Expand, Gold, RetrievalEnv, Stop, Tasks
+from cuewalk.env.records import words
 from cuewalk.env.state import POOL, first_state
 from cuewalk.judges import covered
-from cuewalk.judges.evidence import words
 from cuewalk.memory import Link, MemoryGraph
 from cuewalk.rl.baselines import Scripted
 

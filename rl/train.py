@@ -38,7 +38,7 @@ def train(config: Config) -> Path:
     """
     tasks = select(load_part(config.data, "train"), evidence=True, clean=True)
     if not tasks.questions:
-        raise DataError("no training question has gold evidence; the `evidence` judge can't score any")
+        raise DataError("no training question has gold evidence; `cuewalk build --check FILE` says what a file lacks")
     # Refused before anything is written:
     arguments = prepare_arguments(config, Path(config.run_dir), len(tasks.questions))
     check_options(config.sft, SFTConfig, "sft")

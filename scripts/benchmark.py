@@ -37,7 +37,7 @@ from trl import GRPOTrainer
 
 from cuewalk.env import Expand, Question, RetrievalEnv, Tasks, format_action
 from cuewalk.env.environment import step_together
-from cuewalk.env.tasks import load_synthetic
+from cuewalk.env.own import load_synthetic
 from cuewalk.memory import BuildConfig, Conversation, Entry, MemoryGraph, Message, Segment, SentenceEncoder, build_graph
 from cuewalk.memory.encoder import FloatArray
 from cuewalk.memory.index import HybridIndex

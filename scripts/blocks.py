@@ -8,8 +8,8 @@ import numpy as np
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
 from cuewalk.env import Gold, Question, Trajectory
+from cuewalk.env.records import words
 from cuewalk.judges import JudgeError
-from cuewalk.judges.evidence import words
 from cuewalk.memory import MemoryGraph
 from cuewalk.memory.records import Message, say
 from cuewalk.scripts.measures import EQUAL_ENTRIES, EQUAL_TOKENS, Measures, measure_entries

@@ -1,6 +1,7 @@
-"""The command `cuewalk`: build, inspect, train, evaluate, compare, export, play, calibrate, benchmark."""
+"""The command `cuewalk`: download, build, inspect, train, evaluate, compare, export, play, calibrate, benchmark."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,7 +30,8 @@ DESCRIPTION = """Train a small language model to walk an agent's memory: expand,
   cuewalk evaluate --config configs/demo.yaml     every policy on the held-out conversations, one table
   cuewalk compare  --config configs/demo.yaml     every kind of system of the papers on the same questions, one table
   cuewalk export   checkpoints/demo policy/       adapter, merged model, policy.json
-  cuewalk build    --config configs/demo.yaml     the memories alone
+  cuewalk build    --config configs/demo.yaml     the memories alone; --check FILE says what a file of yours lacks
+  cuewalk download locomo                         public data sets, at a fixed commit, checked by digest
   cuewalk inspect  checkpoints/memory/NAME        what is in one; --query draws the graph around a question
   cuewalk play     --config configs/demo.yaml     walk a memory yourself, and see what a judge says
   cuewalk calibrate answer_f1 --config configs/demo.yaml     how often a judge accepts right and wrong answers
@@ -73,12 +75,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cuewalk", description=DESCRIPTION, formatter_class=raw)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+    def add(run: Callable[[argparse.Namespace], int | None], text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(run.__name__.strip("_"), help=text, description=text)
         command.set_defaults(run=run)
         return command
 
     build = add(_build, "build the memory graphs of all parts and say what is in them")
+    build.add_argument("--check", metavar="FILE", help="only say what a file of yours holds and lacks for training")
     train = add(_train, "build memories, warm up on oracle walks, train with GRPO; resumable")
     evaluate = add(_evaluate, "measure all policies on the held-out part; writes evaluation.json, .md and plots")
     evaluate.add_argument("--out", help="folder and name of the files, instead of run_dir/evaluation")
@@ -91,11 +94,19 @@ def _parser() -> argparse.ArgumentParser:
     asked.add_argument("judge", choices=JUDGES, help="whose acceptance is measured; llm: see judge.llm")
     asked.add_argument("--per-kind", type=int, default=50, help="answers of each kind at most (50)")
     for command in (build, train, evaluate, compare, play, asked):
-        command.add_argument("--config", required=True, help="a YAML file, such as configs/demo.yaml")
+        needed = command is not build
+        command.add_argument("--config", required=needed, help="a YAML file, such as configs/demo.yaml")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to override")
     timed = add(_benchmark, "measure speed beside the usual way and the floor, into docs/results/speed.{json,md}")
     timed.add_argument("parts", nargs="*", metavar="PART", help="sample train step env search build serve workers")
     timed.add_argument("--out", default="docs/results/speed", help="folder and name of the files")
+    fetched = add(_download, "download a public data set; goes on where it broke off")
+    fetched.add_argument(
+        "name", metavar="NAME", help="locomo, longmemeval (oracle), longmemeval_s, longmemeval_m, perltqa"
+    )
+    fetched.add_argument(
+        "--to", metavar="DIR", help="the folder it goes into (CUEWALK_DATA, or data where that is unset)"
+    )
     inspect = add(_inspect, "say what is in a memory, and draw it around a query")
     inspect.add_argument("directory", help="a folder with a memory.sqlite")
     inspect.add_argument("--query", help="draw the graph around what this finds")
@@ -108,7 +119,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _build(options: argparse.Namespace) -> None:
+def _build(options: argparse.Namespace) -> int:
+    if options.check:
+        from cuewalk.scripts.check import check
+
+        lines, ready = check(options.check)
+        print(*lines, sep="\n")
+        return 0 if ready else 2
+    if not options.config:
+        raise ConfigError("give --config FILE to build memories, or --check FILE to look at conversations of yours")
     config = load_config(options.config, options.overrides)
     encoder = SentenceEncoder(config.encoder)
     for part in PARTS:
@@ -116,6 +135,17 @@ def _build(options: argparse.Namespace) -> None:
         for id_, graph in load_graphs(config, conversations, encoder).items():
             messages = len(graph.conversation.messages)
             print(f"{part:5} {id_}: {messages} messages, {len(graph.entries)} entries, {len(graph.anchors)} anchors")
+    return 0
+
+
+def _download(options: argparse.Namespace) -> None:
+    from cuewalk.scripts.download import describe, download
+
+    folder = options.to or os.environ.get("CUEWALK_DATA") or "data"
+    paths = download(options.name, folder)
+    print(*paths, describe(options.name), sep="\n")
+    if not os.environ.get("CUEWALK_DATA"):
+        print(f"Set CUEWALK_DATA={Path(folder).resolve()}, or data.path, to use it.")
 
 
 def _inspect(options: argparse.Namespace) -> None:

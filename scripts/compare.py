@@ -227,6 +227,7 @@ def summarise(
             "n": len(asked),
             "n_part": len(tasks.questions),
             "n_clean": len(clean),
+            "n_silver": sum(tasks.gold[question.id].silver for question in asked),
         },
         "settings": {key: config_tree(config)[key] for key in ("encoder", "model", "memory", "env", "compare")},
         "rows": rows,

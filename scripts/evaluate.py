@@ -330,6 +330,7 @@ def summarise(bench: Bench, measured: pd.DataFrame, asked: Sequence[str]) -> dic
             "split": f"{config.data.split}/{part}" if config.data.source == "locomo" else part,
             "n": everyone,
             "n_clean": len(clean),
+            "n_silver": sum(tasks.gold[question.id].silver for question in tasks.questions),
             "n_asked": len(asked),
             "asked": list(asked) if len(asked) < everyone else "all",
         },

@@ -19,7 +19,8 @@ import numpy as np
 from tqdm import tqdm
 
 from cuewalk.env import EnvConfig, Gold, Question, RetrievalEnv, Tasks, format_action, load_locomo
-from cuewalk.env.tasks import CATEGORIES, load_synthetic, select
+from cuewalk.env.own import load_synthetic
+from cuewalk.env.tasks import CATEGORIES, select
 from cuewalk.judges import PRESETS, JudgeConfig, TrajectoryJudge, answer_words, covered, evidence_recall
 from cuewalk.judges.calibrate import by_likelihood, by_score, calibrate
 from cuewalk.memory import Entry, MemoryGraph, SentenceEncoder, build_graph

@@ -63,7 +63,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"# {result['name']}",
         f"Made by `{result['command']}` at commit {result['commit']}, seed {result['seeds'][0]}. "
         f"Data: {data['dataset']} {data['split']}, {data['n']} questions ({data['n_clean']} without a known error in "
-        f"their gold); policies with a language model were asked {data['n_asked']} of them.",
+        f"their gold); policies with a language model were asked {data['n_asked']} of them."
+        + (f" {data['n_silver']} have silver evidence, guessed from the answer." if data.get("n_silver") else ""),
     ]
     if data["split"].endswith("val"):
         parts.append("Offsets, the ranker's threshold and the stopping thresholds were chosen on these very questions.")

@@ -20,7 +20,7 @@ import numpy as np
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
 from cuewalk.env import Question
-from cuewalk.judges.evidence import words
+from cuewalk.env.records import words
 from cuewalk.memory import MemoryGraph, Segment
 from cuewalk.memory.encoder import FloatArray
 from cuewalk.memory.hierarchy import expand_while_surer, select_backbone

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
+from cuewalk.env.own import load_synthetic
 from cuewalk.env.records import Question, Tasks
-from cuewalk.env.tasks import load_synthetic
 from cuewalk.memory import LINK_KINDS, MemoryGraph, SentenceEncoder, build_graph
 from cuewalk.memory.records import Message
 

@@ -95,7 +95,7 @@ def test_locomo_without_its_folder_says_how_to_name_it(tmp_path, tiny_model, cap
 
 def test_questions_without_evidence_are_refused(tmp_path, tiny_model, capsys):
     message = {"id": "1", "speaker": "Ann", "time": "2024-05-01T12:00", "text": "I moved to Oslo."}
-    question = {"id": "a", "text": "Where?", "answer": "Oslo"}
+    question = {"id": "a", "text": "Where?", "answer": "Bergen"}  # no message says so: no silver evidence
     data = {"conversations": [{"id": "c", "split": "train", "messages": [message], "questions": [question]}]}
     (tmp_path / "mine.json").write_text(json.dumps(data))
     path = write(tmp_path, tiny_model, data={"source": "json", "path": str(tmp_path / "mine.json")})

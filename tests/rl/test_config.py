@@ -13,7 +13,7 @@ from cuewalk.rl.config import config_tree
         ("zzz=1", "unknown key 'zzz'; known keys: compare, data"),
         ("env=4", "env is a section; got 4"),
         ("env.budget=many", r"env.budget: .*valid integer.*got 'many'"),
-        ("data.source=web", r"data.source: .*'synthetic', 'locomo' or 'json'"),
+        ("data.source=web", r"data.source: .*'synthetic', 'locomo', 'longmemeval', 'perltqa' or 'json'"),
         ("env.k=0", r"env.k: Input should be greater than 0 \(got 0\)"),
         ("judge.preset=nice", "judge.preset: Input should be 'price', 'paper', 'memora-code' or 'gated'"),
         ("env.budget", "write section.key=value"),
