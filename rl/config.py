@@ -95,6 +95,7 @@ class EvaluationConfig:
     #: by the digest of their ids).
     model_questions: PositiveInt | Literal["all", "test_200"] = "all"
     batch: PositiveInt = 16  #: Questions walked in lockstep.
+    untrained: bool = True  #: Measure the base model too: most of an evaluation's time, and the same for every run.
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import torch
 from pydantic import TypeAdapter
 from tqdm import tqdm
 
@@ -19,7 +21,7 @@ from cuewalk.env.render import CANDIDATE, RENDERER
 from cuewalk.env.tasks import DataError, select, splits
 from cuewalk.judges import TrajectoryJudge, evidence_recall
 from cuewalk.memory import SentenceEncoder
-from cuewalk.memory.models import load_language_model, load_tokenizer
+from cuewalk.memory.models import decoder_and_head, load_language_model, load_tokenizer
 from cuewalk.rl import baselines
 from cuewalk.rl.config import Config, ConfigError, config_tree
 from cuewalk.rl.data import Memories, load_graphs, load_part, rank_of
@@ -30,7 +32,7 @@ from cuewalk.rl.rollout import walk_greedily
 from cuewalk.rl.run import provenance, read_metrics
 from cuewalk.rl.transcript import Chat
 from cuewalk.scripts.curve import OFFSETS, Record, Served, choose_offset, cut, record, stopping
-from cuewalk.scripts.measures import measure_entries, measure_walk
+from cuewalk.scripts.measures import EQUAL_ENTRIES, measure_entries, measure_walk
 from cuewalk.scripts.paired import compare
 
 Found = tuple[Sequence[str] | Trajectory, int]
@@ -85,6 +87,35 @@ class Bench:
         """Retrieve by plain search: no environment, so no reward."""
         hits = [self.memories.graphs[question.conversation_id].search(question.text, k) for question in questions]
         return [([hit.entry for hit in found], 0) for found in hits]
+
+    def search_adaptively(self, threshold: float | None, questions: Sequence[Question]) -> list[Found]:
+        """Retrieve as many of the first 20 hits as their cosines ask for, see `adaptive_count`."""
+        found: list[Found] = []
+        for question in questions:
+            hits = self.memories.graphs[question.conversation_id].search(question.text, max(TOP_K))
+            count = adaptive_count([hit.score for hit in hits], threshold)
+            found.append(([hit.entry for hit in hits[:count]], 0))
+        return found
+
+    def point(self, model: Any, questions: Sequence[Question]) -> list[Found]:
+        """Retrieve by what a model says at the candidates' lines: the three likeliest to hold missing evidence."""
+        return [self.expand_marked(model, question) for question in questions]
+
+    def expand_marked(self, model: Any, question: Question) -> Found:
+        """Take the candidates that `warm_start.pointwise` taught to mark, from one forward pass of the prompt."""
+        env = self.memories.env(question)
+        observation, _ = env.reset()
+        ids, marks = self.chat.first(observation), self.chat.marks(observation)
+        decoder, head = decoder_and_head(model)
+        with torch.no_grad():
+            hidden = decoder(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0]
+            said = head(hidden[list(marks.values())])[:, list(self.chat.verdicts)].float()
+        order = (said[:, 0] - said[:, 1]).argsort(descending=True, stable=True).tolist()
+        chosen = [list(marks)[place] for place in order[: min(3, env.affordable)]]
+        for action in ([f"EXPAND {' '.join(chosen)}"] if chosen else []) + ["STOP"]:
+            if env.state.ending is None:
+                env.step(action)
+        return env.trajectory(), len(ids)
 
     def walk(self, policy: baselines.Scripted, questions: Sequence[Question]) -> list[Found]:
         """Retrieve by a policy without a model."""
@@ -227,12 +258,14 @@ def evaluate(config: Config) -> dict[str, Any]:
         scripted["ranker"] = expand_likely(ranker, choose_threshold(ranker, val, memories, bench.judge))
     retrievers: dict[str, Callable[..., list[Found]]] = {
         **{f"top_k={k}": partial(bench.search, k) for k in TOP_K},
+        "adaptive_k=gap": partial(bench.search_adaptively, None),
+        "adaptive_k=threshold": partial(bench.search_adaptively, nearest_threshold(replace(bench, tasks=val))),
         **{name: partial(bench.walk, policy) for name, policy in scripted.items()},
     }
     measured = [row for name, retrieve in retrievers.items() for row in bench.measure(name, part.questions, retrieve)]
     asked = model_questions(config, part)
     base = partial(load_language_model, config.model, config.dtype)
-    for name in ("untrained", "untrained_grammar"):
+    for name in ("untrained", "untrained_grammar") if config.evaluation.untrained else ():
         serve = partial(bench.serve, base(), name == "untrained_grammar")
         measured += bench.measure(name, asked, serve, config.evaluation.batch)
     more: dict[str, list[dict[str, Any]]] = {"curves": [], "stopping": [], "controls": []}
@@ -241,7 +274,9 @@ def evaluate(config: Config) -> dict[str, Any]:
             rows, found = measure_adapter(bench, replace(bench, tasks=val), name, asked)
             measured += rows
             more = {key: [*known, *(row for row in found[key] if row not in known)] for key, known in more.items()}
-    return summarise(bench, pd.DataFrame(measured, columns=COLUMNS), [question.id for question in asked]) | more
+    whole = pd.DataFrame(measured, columns=COLUMNS)
+    whole.to_csv(run / f"measures_{config.evaluation.part}.csv", index=False)  # by question, to be joined with others'
+    return summarise(bench, whole, [question.id for question in asked]) | more
 
 
 def measure_adapter(
@@ -268,8 +303,32 @@ def measure_adapter(
         rows += bench.measure(label, asked, partial(_cut, served, chosen), len(asked), timed=False)
     rule, lead = ((on_val.scores(by, tried), bench.scores(by, served)) for by in (None, "margin"))
     stops = [{"policy": "top_score", **stopping(*rule)}, {"policy": name, **stopping(*lead)}]
+    if name == "warm_start" and bench.config.warm_start.pointwise:
+        rows += bench.measure("pointwise", asked, partial(bench.point, model))
     curve = {"policy": name, "chosen": offset, "points": bench.points(served)}
     return rows, {"curves": [curve], "stopping": stops, "controls": controls}
+
+
+def adaptive_count(scores: Sequence[float], threshold: float | None) -> int:
+    """Return how many hits of these cosines to take, at least one: those from the threshold on.
+
+    With None those above the largest gap and five more (Adaptive-k, EMNLP 2025).
+    """
+    ordered = np.sort(scores)[::-1]
+    if threshold is not None:
+        return max(1, int((ordered >= threshold).sum()))
+    return 6 + int(np.argmax(ordered[:-1] - ordered[1:])) if len(ordered) > 1 else 1
+
+
+def nearest_threshold(val: Bench) -> float:
+    """Return the cosine from which on a validation question has eight hits on average, as many as `top_k=8`."""
+    graphs = val.memories.graphs
+    scores = [[hit.score for hit in graphs[q.conversation_id].search(q.text, max(TOP_K))] for q in val.tasks.questions]
+
+    def off(threshold: float) -> float:
+        return abs(float(np.mean([adaptive_count(own, threshold) for own in scores])) - EQUAL_ENTRIES)
+
+    return min(np.arange(0.1, 0.9, 0.02).tolist(), key=off)
 
 
 def choose_threshold(ranker: Ranker, val: Tasks, memories: Memories, judge: TrajectoryJudge) -> float:

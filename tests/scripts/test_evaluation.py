@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from scipy import stats
 
 from cuewalk.env import EnvConfig, Gold, Question, RetrievalEnv, Tasks
@@ -19,7 +20,16 @@ from cuewalk.rl.oracle import oracle_action
 from cuewalk.rl.ranker import FEATURES, Ranker, expand_likely, features, fit_ranker
 from cuewalk.rl.rollout import walk_greedily
 from cuewalk.scripts.curve import Record, Served, choose_offset, cut, record, stopping
-from cuewalk.scripts.evaluate import COLUMNS, Altered, Bench, no_text, other_question, summarise
+from cuewalk.scripts.evaluate import (
+    COLUMNS,
+    Altered,
+    Bench,
+    adaptive_count,
+    nearest_threshold,
+    no_text,
+    other_question,
+    summarise,
+)
 from cuewalk.scripts.measures import measure_entries, measure_walk
 from cuewalk.scripts.paired import compare
 from cuewalk.scripts.report import markdown
@@ -300,6 +310,44 @@ def test_every_cut_of_one_walk_is_the_walk_the_policy_takes_with_that_offset(
 
 def walk_with(margins):
     return Served(tuple(range(len(margins) + 1)), tuple(range(len(margins) + 1)), margins)
+
+
+@pytest.fixture
+def bench(graph, conversation, question, gold, chat):
+    return bench_of(Config(env=RULES), graph, conversation, question, gold, chat)
+
+
+def test_an_adaptive_search_takes_what_is_above_the_gap_or_the_threshold():
+    scores = [0.9, 0.5, 0.85, 0.45, 0.4]  # hits come by fused rank; the largest gap is .85 to .5
+    assert adaptive_count(scores, None) == 2 + 5
+    assert [adaptive_count(scores, threshold) for threshold in (0.5, 0.86, 0.95)] == [3, 1, 1]
+    assert adaptive_count([0.3], None) == 1
+
+
+def test_the_threshold_of_an_adaptive_search_gives_eight_hits_on_validation(bench):
+    # Cosines of the six entries with "dog come back": 1 for e0, 1/√2 for e5, 0 for the others; eight there are not.
+    assert nearest_threshold(bench) == pytest.approx(0.1)
+    ((found, tokens),) = bench.search_adaptively(0.9, bench.tasks.questions)
+    assert (found, tokens) == (["e0"], 0)
+
+
+def test_a_marked_walk_takes_the_three_lines_that_the_model_marks(bench, tiny_model, monkeypatch):
+    model = load_language_model(str(tiny_model), "float32")
+    env = bench.memories.env(bench.tasks.questions[0])
+    observation, _ = env.reset()
+    ids, shown = bench.chat.first(observation), dict(env.state.frontier)
+    logits = model(torch.tensor([ids])).logits[0]
+    yes, no = bench.chat.verdicts
+    letters = {bench.chat.letters[label]: label for label in shown}
+    says = {
+        letters[id_]: float(logits[at, yes] - logits[at, no])
+        for at, id_ in enumerate(ids)
+        if id_ in letters and bench.chat.tokenizer.decode([ids[at + 1]]) == "\n"
+    }
+    assert says.keys() == shown.keys() and len(says) == 4
+    best = sorted(says, key=says.get, reverse=True)[:3]
+    ((walk, tokens),) = bench.point(model, bench.tasks.questions)
+    assert walk.added == tuple(shown[label].entry for label in best) and tokens == len(ids)
 
 
 def test_an_offset_stops_before_the_first_action_where_stop_then_leads():

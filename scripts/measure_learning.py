@@ -1,0 +1,170 @@
+"""What was learnt, over all runs: seeds averaged by question, folds joined; writes docs/results/learning.{json,md}.
+
+Train and evaluate each run first (`cuewalk train`, `cuewalk evaluate`); this joins what those left in their run
+directories, and asks no model:
+
+  python -m cuewalk.scripts.measure_learning checkpoints/locomo_cpu checkpoints/locomo_cpu_b
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from cuewalk.env import DataError
+from cuewalk.rl.run import provenance
+from cuewalk.scripts.paired import compare
+from cuewalk.scripts.results import markdown_table, table
+
+METRICS = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward")
+SHOWN = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward", "entries", "context_tokens", "inference_tokens",
+         "ended_malformed", "recall_at_8_c1", "recall_at_8_c2", "recall_at_8_c3", "recall_at_8_c4")  # fmt: skip
+PAIRS = (
+    ("trained+offset", "top_k=8"), ("trained+offset", "expand_top=3"), ("trained+offset", "ranker"),
+    ("trained+offset", "warm_start+offset"), ("trained", "warm_start"), ("warm_start+offset", "expand_top=3"),
+    ("pointwise", "expand_top=3"), ("expand_top=3", "top_k=8"), ("ranker", "top_k=8"), ("oracle", "trained+offset"),
+)  # fmt: skip
+
+
+def read_run(run: Path, part: str) -> tuple[dict[str, Any], pd.DataFrame]:
+    """Return a run's evaluation and its measures by question; a DataError where it was not evaluated yet."""
+    paths = run / "evaluation.json", run / f"measures_{part}.csv"
+    if missing := [path for path in paths if not path.exists()]:
+        raise DataError(f"{missing[0]} is missing; run `cuewalk evaluate` on that run first")
+    result = json.loads(paths[0].read_text(encoding="utf-8"))
+    if not result["data"]["split"].endswith(part):
+        raise DataError(f"{paths[0]} is of {result['data']['split']}, not of {part}")
+    measured = pd.read_csv(paths[1])
+    if (asked := result["data"]["asked"]) != "all":  # the rows of a table compare on the same questions
+        measured = measured[measured["question"].isin(asked)]
+    return result, measured
+
+
+def join(runs: Sequence[tuple[dict[str, Any], pd.DataFrame]]) -> dict[str, Any]:
+    """Return rows, paired comparisons and curves over all runs; a question is averaged over the runs it is in."""
+    whole = pd.concat([measured for _, measured in runs])
+    mean = whole.groupby(["policy", "measure", "question"])["value"].mean()
+    conversation = {question: question.rpartition(":")[0] for question in whole["question"].unique()}
+    policies = [name for name in whole["policy"].unique() if all(name in set(own["policy"]) for _, own in runs)]
+    rows = []
+    for policy in policies:
+        own = mean[policy]
+        values = {
+            name: float(own[name].mean()) if name in own.index.levels[0] and name in own else None for name in SHOWN
+        }
+        rows.append({"policy": policy, "n": own["recall_at_8"].size, **values})
+    comparisons = []
+    for a, b in PAIRS:
+        for metric in METRICS:
+            if (a, metric) in mean.index and (b, metric) in mean.index:
+                both = pd.concat([mean[a, metric], mean[b, metric]], axis=1, keys=["a", "b"]).dropna()
+                paired = compare(both["a"].to_dict(), both["b"].to_dict(), conversation)
+                comparisons.append({"metric": metric, "a": a, "b": b, **paired})
+    points = defaultdict(list)
+    for result, _ in runs:
+        for curve in result["curves"]:
+            for point in curve["points"]:
+                points[curve["policy"], point["offset"]].append(point)
+    curves = [
+        {"policy": policy, **{key: fmean(point[key] for point in own) for key in own[0]}}
+        for (policy, _), own in points.items()
+    ]
+    return {"rows": rows, "comparisons": comparisons, "curves": curves}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return the joined result as Markdown."""
+    detectable = [c["detectable"] for c in result["comparisons"] if c["metric"] == "recall_at_8" and c["detectable"]]
+    pairs = [
+        (c["metric"], f"{c['a']} − {c['b']}", f"{c['difference']:+.3f}", _interval(c["low"], c["high"]),
+         _interval(c["question_low"], c["question_high"]), c["n"],
+         ", ".join(f"{name} {value:+.3f}" for name, value in c["by_conversation"].items()))
+        for c in result["comparisons"]
+    ]  # fmt: skip
+    return "\n\n".join([
+        "# Learning",
+        f"Made by `{result['command']}` at commit {result['commit']} from the runs below; each says how it was made. "
+        "A question asked in several runs is averaged over them first. "
+        f"Smallest difference in recall@8 found with 80% power: {min(detectable):.3f} to {max(detectable):.3f}.",
+        "## Policies, the same questions for all",
+        table(result["rows"], ("policy", "n", *SHOWN)),
+        "![recall against entries](learning_entries.png)",
+        "## Paired differences",
+        "By question, averaged within each conversation; 95% interval by t over the conversations, and beside it the "
+        "bootstrap over questions within conversations.",
+        markdown_table(
+            ("metric", "a − b", "difference", "t interval", "question interval", "n", "by conversation"), pairs
+        ),
+        "## Knowing when to stop",
+        "At the first state: does the margin of STOP tell whether the evidence is complete? Beside it the rule on the "
+        "best candidate's score; thresholds from validation.",
+        table([row | {"run": run["name"]} for run in result["runs"] for row in run["stopping"]],
+              ("run", "policy", "auroc", "balanced_accuracy")),
+        "## Does it read?",
+        "Best mean reward on validation over all offsets on STOP: with everything shown, with the candidates' text "
+        "blanked, and with another question asked. A policy that reads loses by both.",
+        table([row | {"run": run["name"], "sees": row["control"] or "everything"}
+               for run in result["runs"] for row in run["controls"]], ("run", "policy", "sees", "reward")),
+        "## Runs",
+        table([{"run": run["name"], **run["data"], "seed": run["seeds"][0], "commit": run["commit"], **run["training"],
+                **{f"{stage}_seconds": seconds for stage, seconds in run["training"]["seconds"].items()}}
+               for run in result["runs"]],
+              ("run", "split", "seed", "n_asked", "grpo_steps", "groups", "groups_live", "groups_per_hour",
+               "distinct_trajectories", "warm_start_seconds", "grpo_seconds", "commit")),
+    ]) + "\n"  # fmt: skip
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "–" if low is None or high is None else f"{low:+.3f} … {high:+.3f}"
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Plot recall against entries: plain search and every model as a curve, the rest as points."""
+    rows, curves = pd.DataFrame(result["rows"]), pd.DataFrame(result["curves"])
+    figure, axes = plt.subplots(figsize=(7.5, 4.5))
+    search = rows[rows["policy"].str.startswith("top_k")].sort_values("entries")
+    axes.plot(search["entries"], search["evidence_recall"], color="0.6", marker=".", label="search, top k")
+    for policy, own in curves.groupby("policy"):
+        line = own.sort_values("entries")
+        axes.plot(line["entries"], line["evidence_recall"], label=f"{policy}, by offset on STOP")
+    for place, row in enumerate(rows.drop(search.index).itertuples()):
+        axes.plot(row.entries, row.evidence_recall, "osD^vP*X"[place % 8], ms=5, label=row.policy)
+    axes.set(xlabel="entries in the working set (mean)", ylabel="share of the evidence found")
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    plt.close(figure)
+
+
+def main() -> None:
+    """Read the command line, join the runs, write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="run directories that were evaluated")
+    parser.add_argument("--part", default="test", choices=("val", "test"))
+    parser.add_argument("--out", type=Path, default=Path("docs/results/learning"), help="folder and name of the files")
+    options = parser.parse_args()
+    runs = [read_run(run, options.part) for run in options.runs]
+    told = ("name", "command", "commit", "versions", "seeds", "data", "training", "stopping", "controls")
+    facts = [{key: result[key] for key in told} for result, _ in runs]
+    for fact in facts:  # ids of the questions stay in each run's own result
+        fact["data"] = {key: value for key, value in fact["data"].items() if key != "asked"}
+    result = {"name": "learning", **provenance(), "seeds": sorted({s for f in facts for s in f["seeds"]}), **join(runs)}
+    result["runs"] = facts
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    options.out.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
+    plot(result, options.out.with_name(f"{options.out.name}_entries.png"))
+    print(f"written to {options.out}.json, .md and _entries.png")
+
+
+if __name__ == "__main__":
+    main()
