@@ -1,6 +1,7 @@
 """Text to unit vectors."""
 
 from collections.abc import Sequence
+from threading import RLock
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +38,7 @@ class SentenceEncoder:
         except OSError as error:
             raise ModelError(f"cannot load an encoder from {name!r}: {error}") from error
         self._known: dict[str, FloatArray] = {}
+        self._lock = RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.name, self.batch_size)  # loaded again where it is unpickled
@@ -45,16 +47,18 @@ class SentenceEncoder:
         """Return unit vectors of shape (len(texts), dimension)."""
         if len(texts) > self.batch_size:
             return self._batch(texts, progress)
-        if new := [text for text in dict.fromkeys(texts) if text not in self._known]:
-            if len(self._known) > REMEMBERED:
-                self._known.clear()
-                new = list(dict.fromkeys(texts))
-            self._known |= dict(zip(new, self._batch(new, progress), strict=True))
-        return np.stack([self._known[text] for text in texts])
+        with self._lock:
+            if new := [text for text in dict.fromkeys(texts) if text not in self._known]:
+                if len(self._known) > REMEMBERED:
+                    self._known.clear()
+                    new = list(dict.fromkeys(texts))
+                self._known |= dict(zip(new, self._batch(new, progress), strict=True))
+            return np.stack([self._known[text] for text in texts])
 
     def _batch(self, texts: Sequence[str], progress: bool) -> FloatArray:
-        vectors = self._model.encode(
-            [well_formed(text) for text in texts],
-            batch_size=self.batch_size, normalize_embeddings=True, show_progress_bar=progress,
-        )  # fmt: skip
+        with self._lock:  # a tokenizer serves one thread at a time
+            vectors = self._model.encode(
+                [well_formed(text) for text in texts],
+                batch_size=self.batch_size, normalize_embeddings=True, show_progress_bar=progress,
+            )  # fmt: skip
         return np.asarray(vectors, dtype=np.float32).reshape(len(texts), -1)

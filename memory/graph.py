@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from cuewalk.memory.encoder import Encoder, FloatArray
 from cuewalk.memory.groups import neighbours
 from cuewalk.memory.index import HybridIndex, best, fuse_ranks
 from cuewalk.memory.records import Conversation, Entry, Message, Segment
+
+if TYPE_CHECKING:
+    from cuewalk.memory.build import Extractor
 
 LINK_KINDS = ("segment", "adjacent", "anchor", "group", "similar", "similar_anchor", "near_group", "search")
 """In order of precedence: a candidate linked in several ways is shown under the first.
@@ -119,6 +123,27 @@ class MemoryGraph:
         self._ids = tuple(self.entries)
         self._links: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
         self._searched: dict[str, list[str]] = {}
+        self._writing = Lock()
+
+    def add(self, messages: Sequence[Message], *, extractor: "Extractor | None" = None) -> None:
+        """Take in later messages; whoever searches next, in any thread, finds them.
+
+        One writer at a time, readers go on beside it: a walk on a `snapshot` is not disturbed. Nothing changes on disk
+        until `save_graph`. A ValueError if a message's id occurs already; the graph then stays as it was.
+        """
+        from cuewalk.memory.build import extend_graph  # it imports this module
+
+        with self._writing:
+            grown = extend_graph(self, messages, extractor=extractor)
+            grown._writing, grown.folder = self._writing, self.folder
+            _ = grown._index  # readers shall not wait for it, each building its own
+            self.__dict__ = grown.__dict__
+
+    def snapshot(self) -> "MemoryGraph":
+        """Return the graph as it is now, whatever is added later. Nothing is copied."""
+        view = object.__new__(MemoryGraph)
+        view.__dict__ = self.__dict__  # `add` puts another in its place, and never changes it
+        return view
 
     def search(self, query: str, k: int, exclude: Collection[str] = (), where: Filter | None = None) -> list[Link]:
         """Return the best k entries for a query that are not in `exclude` and meet `where`, by fused rank.
@@ -136,11 +161,13 @@ class MemoryGraph:
         if where is not None:
             allowed = [i for i, e in enumerate(self.entries.values()) if where.admits(e)]
             return [self._ids[position] for position, _ in self._index.search(query, vector, allowed)]
-        if query not in self._searched:
+        found = self._searched.get(query)
+        if found is None:
+            found = [self._ids[position] for position, _ in self._index.search(query, vector)]
             if len(self._searched) >= REMEMBERED_SEARCHES:
-                self._searched.clear()
-            self._searched[query] = [self._ids[position] for position, _ in self._index.search(query, vector)]
-        return self._searched[query]
+                self._searched.clear()  # another thread may do so at any time
+            self._searched[query] = found
+        return found
 
     def frontier(
         self,
@@ -220,7 +247,10 @@ class MemoryGraph:
         return float(self.vectors[self.order[entry_id]] @ query_vector)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_index"}  # rebuilt when needed
+        return {key: value for key, value in self.__dict__.items() if key not in ("_index", "_writing")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = {**state, "_writing": Lock()}  # the index is rebuilt when needed
 
     @cached_property
     def messages(self) -> dict[str, Message]:

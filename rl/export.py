@@ -1,23 +1,33 @@
 """Exporting a trained policy, and using it: `Retriever` needs neither trl nor vllm."""
 
+import asyncio
 import hashlib
 import json
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
 
 from cuewalk.env import Question, Rank, RetrievalEnv, Trajectory
-from cuewalk.env.render import RENDERER
+from cuewalk.env.render import INSTRUCTION, RENDERER
 from cuewalk.memory import Entry, MemoryGraph
 from cuewalk.memory.models import load_language_model, load_tokenizer, weights_digest
 from cuewalk.rl.config import Config, config_tree, parse_config
 from cuewalk.rl.data import rank_of
 from cuewalk.rl.ranker import Ranker
-from cuewalk.rl.rollout import walk_greedily
-from cuewalk.rl.transcript import Chat
+from cuewalk.rl.rollout import walk, walk_greedily
+from cuewalk.rl.transcript import Chat, TranscriptError
+from cuewalk.rl.vllm_sampler import TOLERANCE, SamplerError, Server, VLLMSampler
 
 GRAMMAR = "1"
+SERVED = "cuewalk"
+"""The name that a vLLM server must give the policy."""
 
 
 class ExportError(ValueError):
@@ -37,6 +47,17 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
         raise ExportError(f"no trained adapter in {run}; train first with `cuewalk train --config …`")
     if out.exists() and any(out.iterdir()):
         raise ExportError(f"{out} is not empty; nothing was overwritten. Choose a new directory")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
+            _write_policy(run, partial := Path(folder) / "policy", merged)
+            partial.rename(out)  # whole or not at all
+    except (OSError, SafetensorError) as error:
+        raise ExportError(f"cannot write the policy to {out} ({error}); nothing of it was kept") from error
+    return out
+
+
+def _write_policy(run: Path, out: Path, merged: bool) -> None:
     from peft import PeftModel
 
     config = parse_config(json.loads((run / "config.json").read_text(encoding="utf-8"))["config"])
@@ -49,6 +70,10 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
         adapter.base_model_name_or_path = config.model  # not this machine's path
     model.save_pretrained(out / "adapter")
     tokenizer.save_pretrained(out / "adapter")
+    chat = Chat(tokenizer)
+    asked, said = chat.first(INSTRUCTION), chat.action("STOP")
+    with torch.no_grad():
+        scores = model(torch.tensor([[*asked, *said]])).logits[0, -len(said) - 1 : -1].float().log_softmax(-1)
     if merged:
         model.merge_and_unload().save_pretrained(out / "merged")
         tokenizer.save_pretrained(out / "merged")
@@ -62,79 +87,210 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
         "config_digest": hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest(),
         "config": tree,
         "data": config.data.source,
+        # An action and how likely it is to this policy, by which a server is known to have it.
+        "probe": {"asked": asked, "said": said, "logps": scores.gather(1, torch.tensor(said)[:, None])[:, 0].tolist()},
     }
     if isinstance(ranker, Ranker):
         ranker.save(out / "ranker.json")
     (out / "policy.json").write_text(json.dumps(policy, indent=1) + "\n", encoding="utf-8")
-    return out
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """What a retriever found: entries in order of entry, and the walk that led there."""
+    """What a retriever found: entries in order of entry, the walk that led there, and why it stopped."""
 
     entries: tuple[Entry, ...]
-    trajectory: Trajectory
+    trajectory: Trajectory | None  #: None where plain search answered instead.
+    fallback: str | None = None  #: Why it did.
+
+    @property
+    def ending(self) -> str:
+        """Return how the walk ended: `stopped`, `budget` or `malformed`; `search` where there was none."""
+        return "search" if self.trajectory is None else self.trajectory.ending.value
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data: memories with date, speaker and sources, the walk, its ending, and why search answered."""
+        memories = [
+            {"id": e.id, "date": e.time.isoformat(), "speaker": e.speaker, "sources": list(e.sources), "text": e.value}
+            for e in self.entries
+        ]
+        walked = [
+            {"action": step.text, "added": list(step.change.added), "bad": step.change.bad, "budget": step.budget}
+            for step in (self.trajectory.steps if self.trajectory else ())
+        ]
+        return {"memories": memories, "walk": walked, "ending": self.ending, "fallback": self.fallback}
 
 
 @dataclass
 class Retriever:
-    """A trained policy in use, greedy.
+    """A trained policy in use, greedy; or plain search, where there is none (`without_policy`).
+
+    Safe to call from many threads: the model is used by one at a time, a server by all at once, and each call reads its
+    graph as it stands when it begins, whatever is added meanwhile.
 
     Example:
         >>> retriever = Retriever.from_pretrained("policy")  # doctest: +SKIP
         >>> retriever.retrieve(graph, "When did Ann adopt the dog?").entries  # doctest: +SKIP
     """
 
-    model: Any
-    chat: Chat
+    model: Any  #: None where a server has it, or nobody.
+    chat: Chat | None  #: None without a policy.
     config: Config
     rank: Rank | None
+    server: Server | None = None
+    timeout: float = 60.0  #: Seconds that a call waits for the model while other threads use it.
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, base: str | None = None) -> "Retriever":
-        """Load an exported policy: the adapter on its base model.
+    def without_policy(cls, config: Config | None = None) -> "Retriever":
+        """Return a retriever that only searches, for a first try; it must be asked with `fallback="search"`."""
+        return cls(None, None, config or Config(), None)
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, *, base: str | None = None, server: str | None = None, timeout: float = 60.0
+    ) -> "Retriever":
+        """Load an exported policy: the adapter on its base model, or, where `server` is given, what that serves.
 
         Args:
-            path: A directory that `cuewalk export` wrote.
+            path: A directory that `cuewalk export` wrote, or a hub id such as `owner/name`.
             base: Name or path of the base model, where it is not to be had under its own name here.
+            server: Address of `vllm serve PATH/merged --served-model-name cuewalk`; no weights are loaded here then.
+            timeout: Seconds that a request to the server may take (it is tried three times), and that a call waits
+                for the model while other threads use it.
 
-        An ExportError if the directory is no export, of another grammar or renderer, or the base's weights are not
-        those that the adapter was trained on; a ModelError if the base can't be loaded.
+        An ExportError if the directory is no export, of another grammar or renderer, or the weights are not those that
+        the adapter was trained on, or not the policy's on the server; a ModelError if the base can't be loaded; a
+        SamplerError if the server can't be asked.
         """
-        path = Path(path)
+        path = _fetched(path)
         if not (path / "policy.json").is_file():
             raise ExportError(f"{path} is no exported policy: policy.json is missing. Make one with `cuewalk export`")
-        policy = json.loads((path / "policy.json").read_text(encoding="utf-8"))
-        for key, ours in (("grammar", GRAMMAR), ("renderer", RENDERER)):
-            if policy[key] != ours:
+        try:
+            policy = json.loads((path / "policy.json").read_text(encoding="utf-8"))
+            spoken = {"grammar": (policy["grammar"], GRAMMAR), "renderer": (policy["renderer"], RENDERER)}
+            name, digest, tree = policy["base"], policy["base_digest"], policy["config"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ExportError(f"{path}/policy.json is damaged ({error!r}); export the policy again") from error
+        for key, (theirs, ours) in spoken.items():
+            if theirs != ours:
                 raise ExportError(
-                    f"{path} speaks {key} {policy[key]!r}, this version of cuewalk {ours!r}; use the version that "
+                    f"{path} speaks {key} {theirs!r}, this version of cuewalk {ours!r}; use the version that "
                     f"exported it, or train again"
                 )
+        config, chat = parse_config(tree), Chat(load_tokenizer(str(path / "adapter")))
+        rank = rank_of(config, path)
+        if server is not None:
+            served = _checked(server, timeout, path, policy, config)
+            return cls(None, chat, config, rank, served, timeout)
         from peft import PeftModel
 
-        config = parse_config(policy["config"])
-        model = load_language_model(base or policy["base"], config.dtype)
-        if weights_digest(model) != policy["base_digest"]:
+        model = load_language_model(base or name, config.dtype)
+        if weights_digest(model) != digest:
             raise ExportError(
-                f"{path} was trained on other weights than {base or policy['base']!r} has here; pass base= with the "
+                f"{path} was trained on other weights than {base or name!r} has here; pass base= with the "
                 f"right ones, or use its merged/ model"
             )
         model = PeftModel.from_pretrained(model, str(path / "adapter")).eval()
-        return cls(model, Chat(load_tokenizer(str(path / "adapter"))), config, rank_of(config, path))
+        return cls(model, chat, config, rank, None, timeout)
 
-    def retrieve(self, graph: MemoryGraph, question: str, *, budget: int | None = None) -> Retrieval:
-        """Walk a graph for one question; the budget is that of the training where None."""
-        return self.retrieve_batch([(graph, question)], budget=budget)[0]
+    def retrieve(
+        self, graph: MemoryGraph, question: str, *, budget: int | None = None, fallback: Literal["search"] | None = None
+    ) -> Retrieval:
+        """Walk a graph for one question.
 
-    def retrieve_batch(self, asked: Sequence[tuple[MemoryGraph, str]], *, budget: int | None = None) -> list[Retrieval]:
+        Args:
+            graph: The memory; it may grow meanwhile.
+            question: Any text.
+            budget: What the walk may spend; that of the training where None.
+            fallback: `search`: where the walk can't be finished, plain search answers with as many entries as a walk
+                may gather, and the result says so. None: that is an error.
+
+        An ExportError if there is no policy, or the budget is not allowed; a SamplerError if the server is gone or
+        replies oddly, or the model stays busy for `timeout` seconds; a TranscriptError if a walk gets too long.
+        """
+        return self.retrieve_batch([(graph, question)], budget=budget, fallback=fallback)[0]
+
+    async def aretrieve(
+        self, graph: MemoryGraph, question: str, *, budget: int | None = None, fallback: Literal["search"] | None = None
+    ) -> Retrieval:
+        """Do as `retrieve`, in a thread of its own."""
+        return await asyncio.to_thread(self.retrieve, graph, question, budget=budget, fallback=fallback)
+
+    def retrieve_batch(
+        self,
+        asked: Sequence[tuple[MemoryGraph, str]],
+        *,
+        budget: int | None = None,
+        fallback: Literal["search"] | None = None,
+    ) -> list[Retrieval]:
         """Walk many, each a graph and a question, in lockstep: the same walks in less time."""
         if not asked:
             return []
-        rules = self.config.env if budget is None else replace(self.config.env, budget=budget)
-        questions = [(graph, Question("question", graph.conversation.id, text)) for graph, text in asked]
-        walkers = [RetrievalEnv(graph, question, rules, rank=self.rank) for graph, question in questions]
-        trajectories = [row.trajectory for row in walk_greedily(walkers, self.model, self.chat, self.config.sampling)]
-        found = zip(asked, trajectories, strict=True)
-        return [Retrieval(tuple(graph.entries[e] for e in taken.working), taken) for (graph, _), taken in found]
+        try:
+            rules = self.config.env if budget is None else replace(self.config.env, budget=budget)
+        except ValidationError as error:
+            raise ExportError(f"budget = {budget!r}: {error.errors()[0]['msg']}") from error
+        views = [(graph.snapshot(), text) for graph, text in asked]
+        try:
+            walked = self._walk([
+                RetrievalEnv(graph, Question("question", graph.conversation.id, text), rules, rank=self.rank)
+                for graph, text in views
+            ])  # fmt: skip
+        except (ExportError, SamplerError, TranscriptError) as error:
+            if fallback is None:
+                raise
+            found = [[hit.entry for hit in graph.search(text, rules.k + rules.budget)] for graph, text in views]
+            entries = [tuple(graph.entries[e] for e in ids) for (graph, _), ids in zip(views, found, strict=True)]
+            return [Retrieval(one, None, str(error)) for one in entries]
+        pairs = zip(views, walked, strict=True)
+        return [Retrieval(tuple(graph.entries[e] for e in taken.working), taken) for (graph, _), taken in pairs]
+
+    def _walk(self, envs: Sequence[RetrievalEnv]) -> list[Trajectory]:
+        sampling = self.config.sampling
+        if self.chat is None:
+            raise ExportError("there is no policy: ask with fallback='search', or load one with from_pretrained")
+        if self.server is not None:
+            sampler = VLLMSampler(self.server, self.chat.end, sampling.max_action_tokens, Path(), temperature=0.0)
+            groups = walk([[env] for env in envs], sampler, self.chat, max_tokens=sampling.max_tokens)
+            return [row.trajectory for (row,) in groups]
+        if not self._lock.acquire(timeout=self.timeout):
+            raise SamplerError(
+                f"other threads used the model for {self.timeout} s; raise timeout, ask in batches, or use a server"
+            )
+        try:
+            return [row.trajectory for row in walk_greedily(envs, self.model, self.chat, sampling)]
+        finally:
+            self._lock.release()
+
+
+def _fetched(path: str | Path) -> Path:
+    """Return where a policy lies: the directory, or the one that a hub id was fetched to (weights as safetensors)."""
+    if Path(path).exists() or not isinstance(path, str) or path[:1] in "./~" or path.count("/") != 1:
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    kept = ["policy.json", "ranker.json", *(f"adapter/*.{kind}" for kind in ("json", "safetensors", "txt", "jinja"))]
+    try:
+        return Path(snapshot_download(path, allow_patterns=kept))
+    except (OSError, ValueError) as error:  # what the hub raises is one of them
+        raise ExportError(f"{path!r} is no directory here, and can't be fetched from the hub: {error}") from error
+
+
+def _checked(address: str, timeout: float, path: Path, policy: dict[str, Any], config: Config) -> Server:
+    """Return a server that has this policy: it finds the exported action as likely as the export did."""
+    start = f"vllm serve {path}/merged --served-model-name {SERVED} --dtype {config.dtype}"
+    if "probe" not in policy or config.sampling.stop_offset:
+        raise ExportError(
+            f"{path} can't be served by vLLM: it was exported by an older version, or its sampling.stop_offset is "
+            f"not 0, which a server can't add; export it again, or leave out server="
+        )
+    server, probe = Server(address, timeout, SERVED, f"Start `{start}`"), policy["probe"]
+    found = torch.tensor(server.score(probe["asked"], probe["said"]))
+    off = (found - torch.tensor(probe["logps"])).abs().mean().item()
+    if not off <= (allowed := TOLERANCE[getattr(torch, config.dtype)]):
+        raise ExportError(
+            f"the server at {address} has another model than {path}: log-probabilities of the same action differ by "
+            f"{off:.4f} on average, {allowed} is allowed in {config.dtype}. Start `{start}`"
+        )
+    return server
