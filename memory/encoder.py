@@ -1,7 +1,7 @@
 """Text to unit vectors."""
 
 from collections.abc import Sequence
-from threading import RLock
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,7 +38,7 @@ class SentenceEncoder:
         except OSError as error:
             raise ModelError(f"cannot load an encoder from {name!r}: {error}") from error
         self._known: dict[str, FloatArray] = {}
-        self._lock = RLock()
+        self._lock = Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.name, self.batch_size)  # loaded again where it is unpickled
@@ -56,9 +56,8 @@ class SentenceEncoder:
             return np.stack([self._known[text] for text in texts])
 
     def _batch(self, texts: Sequence[str], progress: bool) -> FloatArray:
-        with self._lock:  # a tokenizer serves one thread at a time
-            vectors = self._model.encode(
-                [well_formed(text) for text in texts],
-                batch_size=self.batch_size, normalize_embeddings=True, show_progress_bar=progress,
-            )  # fmt: skip
+        vectors = self._model.encode(
+            [well_formed(text) for text in texts],
+            batch_size=self.batch_size, normalize_embeddings=True, show_progress_bar=progress,
+        )  # fmt: skip
         return np.asarray(vectors, dtype=np.float32).reshape(len(texts), -1)
