@@ -22,6 +22,7 @@ from cuewalk.rl.config import Config, config_tree, parse_config
 from cuewalk.rl.data import rank_of
 from cuewalk.rl.ranker import Ranker
 from cuewalk.rl.rollout import walk, walk_greedily
+from cuewalk.rl.scoring import score_actions
 from cuewalk.rl.transcript import Chat, TranscriptError
 from cuewalk.rl.vllm_sampler import TOLERANCE, SamplerError, Server, VLLMSampler
 
@@ -38,20 +39,21 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
     """Write a run's trained policy into a new directory.
 
     It holds `adapter/` (PEFT), `merged/` (a plain model, in the configured dtype), the tokenizer in both, and
-    `policy.json`: grammar and renderer version, configuration and its digest, digest of the base weights.
+    `policy.json`: grammar and renderer version, configuration and its digest, digest of the base weights. The whole of
+    it is written, or nothing.
 
-    An ExportError if the run has no trained adapter, or `out` is not empty. Nothing is overwritten.
+    An ExportError if the run has no trained adapter, or `out` is not empty, or can't be written.
     """
     run, out = Path(run), Path(out)
     if not (run / "trained" / "adapter_config.json").exists():
         raise ExportError(f"no trained adapter in {run}; train first with `cuewalk train --config …`")
     if out.exists() and any(out.iterdir()):
         raise ExportError(f"{out} is not empty; nothing was overwritten. Choose a new directory")
-    out.parent.mkdir(parents=True, exist_ok=True)
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
             _write_policy(run, partial := Path(folder) / "policy", merged)
-            partial.rename(out)  # whole or not at all
+            partial.rename(out)
     except (OSError, SafetensorError) as error:
         raise ExportError(f"cannot write the policy to {out} ({error}); nothing of it was kept") from error
     return out
@@ -71,13 +73,15 @@ def _write_policy(run: Path, out: Path, merged: bool) -> None:
     model.save_pretrained(out / "adapter")
     tokenizer.save_pretrained(out / "adapter")
     chat = Chat(tokenizer)
-    asked, said = chat.first(INSTRUCTION), chat.action("STOP")
+    asked, said = torch.tensor(chat.first(INSTRUCTION)), torch.tensor(chat.action("STOP"))
     with torch.no_grad():
-        scores = model(torch.tensor([[*asked, *said]])).logits[0, -len(said) - 1 : -1].float().log_softmax(-1)
+        (logps,), _ = score_actions(model, [asked], [said], [torch.ones_like(said, dtype=torch.bool)])
     if merged:
         model.merge_and_unload().save_pretrained(out / "merged")
         tokenizer.save_pretrained(out / "merged")
-    tree = config_tree(config)
+    data, sampling = replace(config.data, path=None), replace(config.sampling, server=None)
+    own = replace(config, run_dir=Config.run_dir, memory_dir=Config.memory_dir, data=data, sampling=sampling)
+    tree = config_tree(own)  # without the places of this machine
     policy = {
         "format": 1,
         "grammar": GRAMMAR,
@@ -87,8 +91,8 @@ def _write_policy(run: Path, out: Path, merged: bool) -> None:
         "config_digest": hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest(),
         "config": tree,
         "data": config.data.source,
-        # An action and how likely it is to this policy, by which a server is known to have it.
-        "probe": {"asked": asked, "said": said, "logps": scores.gather(1, torch.tensor(said)[:, None])[:, 0].tolist()},
+        # How likely an action is to this policy, by which a server is known to have it.
+        "probe": {"asked": asked.tolist(), "said": said.tolist(), "logps": logps.tolist()},
     }
     if isinstance(ranker, Ranker):
         ranker.save(out / "ranker.json")
@@ -125,32 +129,41 @@ class Retrieval:
 class Retriever:
     """A trained policy in use, greedy; or plain search, where there is none (`without_policy`).
 
-    Safe to call from many threads: the model is used by one at a time, a server by all at once, and each call reads its
-    graph as it stands when it begins, whatever is added meanwhile.
+    Safe to call from many threads: the model is used by one at a time, a server by all at once; a call reads its graph
+    as it stands when it begins, whatever is added meanwhile.
 
     Example:
         >>> retriever = Retriever.from_pretrained("policy")  # doctest: +SKIP
         >>> retriever.retrieve(graph, "When did Ann adopt the dog?").entries  # doctest: +SKIP
     """
 
-    model: Any  #: None where a server has it, or nobody.
+    model: Any  #: None where a server has it.
     chat: Chat | None  #: None without a policy.
     config: Config
     rank: Rank | None
     server: Server | None = None
     timeout: float = 60.0  #: Seconds that a call waits for the model while other threads use it.
+    #: `search`: where a walk can't be finished, plain search answers with as many entries as a walk may gather, and the
+    #: result says why. None: that is an error.
+    fallback: Literal["search"] | None = None
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     @classmethod
-    def without_policy(cls, config: Config | None = None) -> "Retriever":
-        """Return a retriever that only searches, for a first try; it must be asked with `fallback="search"`."""
-        return cls(None, None, config or Config(), None)
+    def without_policy(cls) -> "Retriever":
+        """Return a retriever that only searches, for a first try."""
+        return cls(None, None, Config(), None, fallback="search")
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, base: str | None = None, server: str | None = None, timeout: float = 60.0
+        cls,
+        path: str | Path,
+        *,
+        base: str | None = None,
+        server: str | None = None,
+        timeout: float = 60.0,
+        fallback: Literal["search"] | None = None,
     ) -> "Retriever":
-        """Load an exported policy: the adapter on its base model, or, where `server` is given, what that serves.
+        """Load an exported policy: the adapter on its base model, or the address of a server that has it.
 
         Args:
             path: A directory that `cuewalk export` wrote, or a hub id such as `owner/name`.
@@ -158,6 +171,7 @@ class Retriever:
             server: Address of `vllm serve PATH/merged --served-model-name cuewalk`; no weights are loaded here then.
             timeout: Seconds that a request to the server may take (it is tried three times), and that a call waits
                 for the model while other threads use it.
+            fallback: `search` answers by plain search, and says so, where a walk can't be finished.
 
         An ExportError if the directory is no export, of another grammar or renderer, or the weights are not those that
         the adapter was trained on, or not the policy's on the server; a ModelError if the base can't be loaded; a
@@ -179,10 +193,9 @@ class Retriever:
                     f"exported it, or train again"
                 )
         config, chat = parse_config(tree), Chat(load_tokenizer(str(path / "adapter")))
-        rank = rank_of(config, path)
         if server is not None:
-            served = _checked(server, timeout, path, policy, config)
-            return cls(None, chat, config, rank, served, timeout)
+            asked = _checked(server, timeout, path, policy.get("probe"), config)
+            return cls(None, chat, config, rank_of(config, path), asked, timeout, fallback)
         from peft import PeftModel
 
         model = load_language_model(base or name, config.dtype)
@@ -192,38 +205,21 @@ class Retriever:
                 f"right ones, or use its merged/ model"
             )
         model = PeftModel.from_pretrained(model, str(path / "adapter")).eval()
-        return cls(model, chat, config, rank, None, timeout)
+        return cls(model, chat, config, rank_of(config, path), None, timeout, fallback)
 
-    def retrieve(
-        self, graph: MemoryGraph, question: str, *, budget: int | None = None, fallback: Literal["search"] | None = None
-    ) -> Retrieval:
-        """Walk a graph for one question.
+    def retrieve(self, graph: MemoryGraph, question: str, *, budget: int | None = None) -> Retrieval:
+        """Walk a graph for one question; the budget is that of the training where None.
 
-        Args:
-            graph: The memory; it may grow meanwhile.
-            question: Any text.
-            budget: What the walk may spend; that of the training where None.
-            fallback: `search`: where the walk can't be finished, plain search answers with as many entries as a walk
-                may gather, and the result says so. None: that is an error.
-
-        An ExportError if there is no policy, or the budget is not allowed; a SamplerError if the server is gone or
-        replies oddly, or the model stays busy for `timeout` seconds; a TranscriptError if a walk gets too long.
+        An ExportError if the budget is not allowed; and, without a fallback, a SamplerError if the server is gone or
+        replies oddly, or the model stays busy for `timeout` seconds, a TranscriptError if the walk gets too long.
         """
-        return self.retrieve_batch([(graph, question)], budget=budget, fallback=fallback)[0]
+        return self.retrieve_batch([(graph, question)], budget=budget)[0]
 
-    async def aretrieve(
-        self, graph: MemoryGraph, question: str, *, budget: int | None = None, fallback: Literal["search"] | None = None
-    ) -> Retrieval:
+    async def aretrieve(self, graph: MemoryGraph, question: str, *, budget: int | None = None) -> Retrieval:
         """Do as `retrieve`, in a thread of its own."""
-        return await asyncio.to_thread(self.retrieve, graph, question, budget=budget, fallback=fallback)
+        return await asyncio.to_thread(self.retrieve, graph, question, budget=budget)
 
-    def retrieve_batch(
-        self,
-        asked: Sequence[tuple[MemoryGraph, str]],
-        *,
-        budget: int | None = None,
-        fallback: Literal["search"] | None = None,
-    ) -> list[Retrieval]:
+    def retrieve_batch(self, asked: Sequence[tuple[MemoryGraph, str]], *, budget: int | None = None) -> list[Retrieval]:
         """Walk many, each a graph and a question, in lockstep: the same walks in less time."""
         if not asked:
             return []
@@ -232,32 +228,28 @@ class Retriever:
         except ValidationError as error:
             raise ExportError(f"budget = {budget!r}: {error.errors()[0]['msg']}") from error
         views = [(graph.snapshot(), text) for graph, text in asked]
+        questions = [(graph, Question("question", graph.conversation.id, text)) for graph, text in views]
         try:
-            walked = self._walk([
-                RetrievalEnv(graph, Question("question", graph.conversation.id, text), rules, rank=self.rank)
-                for graph, text in views
-            ])  # fmt: skip
-        except (ExportError, SamplerError, TranscriptError) as error:
-            if fallback is None:
+            walked = self._walk([RetrievalEnv(graph, one, rules, rank=self.rank) for graph, one in questions])
+        except (SamplerError, TranscriptError) as error:
+            if self.fallback is None:
                 raise
-            found = [[hit.entry for hit in graph.search(text, rules.k + rules.budget)] for graph, text in views]
-            entries = [tuple(graph.entries[e] for e in ids) for (graph, _), ids in zip(views, found, strict=True)]
-            return [Retrieval(one, None, str(error)) for one in entries]
+            many = rules.k + rules.budget
+            found = [[graph.entries[hit.entry] for hit in graph.search(text, many)] for graph, text in views]
+            return [Retrieval(tuple(entries), None, str(error)) for entries in found]
         pairs = zip(views, walked, strict=True)
         return [Retrieval(tuple(graph.entries[e] for e in taken.working), taken) for (graph, _), taken in pairs]
 
     def _walk(self, envs: Sequence[RetrievalEnv]) -> list[Trajectory]:
         sampling = self.config.sampling
         if self.chat is None:
-            raise ExportError("there is no policy: ask with fallback='search', or load one with from_pretrained")
+            raise SamplerError("no policy was given")
         if self.server is not None:
             sampler = VLLMSampler(self.server, self.chat.end, sampling.max_action_tokens, Path(), temperature=0.0)
             groups = walk([[env] for env in envs], sampler, self.chat, max_tokens=sampling.max_tokens)
             return [row.trajectory for (row,) in groups]
         if not self._lock.acquire(timeout=self.timeout):
-            raise SamplerError(
-                f"other threads used the model for {self.timeout} s; raise timeout, ask in batches, or use a server"
-            )
+            raise SamplerError(f"other threads used the model for {self.timeout} s; raise timeout, or ask in batches")
         try:
             return [row.trajectory for row in walk_greedily(envs, self.model, self.chat, sampling)]
         finally:
@@ -265,7 +257,7 @@ class Retriever:
 
 
 def _fetched(path: str | Path) -> Path:
-    """Return where a policy lies: the directory, or the one that a hub id was fetched to (weights as safetensors)."""
+    """Return where a policy lies: the directory, or the one that a hub id was fetched to (no pickle among it)."""
     if Path(path).exists() or not isinstance(path, str) or path[:1] in "./~" or path.count("/") != 1:
         return Path(path)
     from huggingface_hub import snapshot_download
@@ -277,20 +269,19 @@ def _fetched(path: str | Path) -> Path:
         raise ExportError(f"{path!r} is no directory here, and can't be fetched from the hub: {error}") from error
 
 
-def _checked(address: str, timeout: float, path: Path, policy: dict[str, Any], config: Config) -> Server:
+def _checked(address: str, timeout: float, path: Path, probe: dict[str, Any] | None, config: Config) -> Server:
     """Return a server that has this policy: it finds the exported action as likely as the export did."""
-    start = f"vllm serve {path}/merged --served-model-name {SERVED} --dtype {config.dtype}"
-    if "probe" not in policy or config.sampling.stop_offset:
+    start = f"Start `vllm serve {path}/merged --served-model-name {SERVED} --dtype {config.dtype}`"
+    if probe is None or config.sampling.stop_offset:
         raise ExportError(
-            f"{path} can't be served by vLLM: it was exported by an older version, or its sampling.stop_offset is "
-            f"not 0, which a server can't add; export it again, or leave out server="
+            f"a server can't have {path}: it comes from an older version, or its sampling.stop_offset is not 0, which "
+            f"a server can't add; export it again, or leave out server="
         )
-    server, probe = Server(address, timeout, SERVED, f"Start `{start}`"), policy["probe"]
-    found = torch.tensor(server.score(probe["asked"], probe["said"]))
-    off = (found - torch.tensor(probe["logps"])).abs().mean().item()
+    server = Server(address, timeout, SERVED, start)
+    off = (torch.tensor(server.score(probe["asked"], probe["said"])) - torch.tensor(probe["logps"])).abs().mean().item()
     if not off <= (allowed := TOLERANCE[getattr(torch, config.dtype)]):
         raise ExportError(
             f"the server at {address} has another model than {path}: log-probabilities of the same action differ by "
-            f"{off:.4f} on average, {allowed} is allowed in {config.dtype}. Start `{start}`"
+            f"{off:.4f} on average, {allowed} is allowed in {config.dtype}. {start}"
         )
     return server

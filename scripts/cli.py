@@ -1,12 +1,16 @@
-"""The command `cuewalk`: build, inspect, train, evaluate, export, play, calibrate, benchmark."""
+"""The command `cuewalk`: build, inspect, train, evaluate, export, retrieve, play, calibrate, benchmark."""
 
 import argparse
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from cuewalk.env import DataError, RetrievalEnv
+from cuewalk.env.render import plain
 from cuewalk.env.tasks import PARTS, select
 from cuewalk.judges import JudgeError, TrajectoryJudge
 from cuewalk.judges.calibrate import JUDGES, RIGHT, by_endpoint, by_likelihood, by_score, calibrate
@@ -18,7 +22,7 @@ from cuewalk.memory.reader import LocalReader
 from cuewalk.rl.baselines import run_scripted
 from cuewalk.rl.config import ConfigError, load_config
 from cuewalk.rl.data import load_graphs, load_part, rank_of
-from cuewalk.rl.export import ExportError, export_policy
+from cuewalk.rl.export import ExportError, Retriever, export_policy
 from cuewalk.rl.oracle import searching_oracle
 from cuewalk.rl.transcript import TranscriptError
 from cuewalk.rl.vllm_sampler import SamplerError
@@ -27,7 +31,8 @@ DESCRIPTION = """Train a small language model to walk an agent's memory: expand,
 
   cuewalk train    --config configs/demo.yaml     warm start and GRPO; goes on where it was stopped
   cuewalk evaluate --config configs/demo.yaml     every policy on the held-out conversations, one table
-  cuewalk export   checkpoints/demo policy/       adapter, merged model, policy.json
+  cuewalk export   checkpoints/demo policy/       adapter, merged model, policy.json, model card
+  cuewalk retrieve policy/ checkpoints/memory/NAME "Where was it?"   memories, the walk, and why it stopped
   cuewalk build    --config configs/demo.yaml     the memories alone
   cuewalk inspect  checkpoints/memory/NAME        what is in one; --query draws the graph around a question
   cuewalk play     --config configs/demo.yaml     walk a memory yourself, and see what a judge says
@@ -63,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cuewalk", description=DESCRIPTION, formatter_class=raw)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+    def add(run: Callable[[argparse.Namespace], int | None], text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(run.__name__.strip("_"), help=text, description=text)
         command.set_defaults(run=run)
         return command
@@ -72,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     train = add(_train, "build memories, warm up on oracle walks, train with GRPO; resumable")
     evaluate = add(_evaluate, "measure all policies on the held-out part; writes evaluation.json, .md and plots")
     evaluate.add_argument("--out", help="folder and name of the files, instead of run_dir/evaluation")
+    train.add_argument("--processes", type=int, default=1, help="so many processes: one a GPU, or on the CPU (1)")
     play = add(_play, "walk a memory in the terminal; type EXPAND A, REFINE words, STOP")
     play.add_argument("--question", type=int, default=0, help="its number among the validation questions")
     asked = add(_calibrate, "ask a judge about right and wrong answers made from the validation questions")
@@ -92,6 +98,15 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run_dir", help="the run directory of `cuewalk train`")
     export.add_argument("out", help="a new directory")
     export.add_argument("--no-merged", action="store_true", help="leave out the merged model (the adapter is enough)")
+    export.add_argument("--push-to-hub", metavar="OWNER/NAME", help="upload it too; a new repository is private")
+    asking = add(_retrieve, "ask a memory one question, with a trained policy or by plain search")
+    asking.epilog = 'cuewalk retrieve policy/ checkpoints/memory/NAME "Where was the trip?" --budget 4 --json'
+    asking.add_argument("policy", help="what `cuewalk export` wrote, a hub id, or `search`: no policy, plain search")
+    asking.add_argument("memory", help="a folder with a memory.sqlite")
+    asking.add_argument("question")
+    asking.add_argument("--budget", type=int, help="what the walk may spend (that of the training)")
+    asking.add_argument("--server", help="address of `vllm serve POLICY/merged --served-model-name cuewalk`")
+    asking.add_argument("--json", action="store_true", help="print all of it as JSON")
     return parser
 
 
@@ -167,11 +182,34 @@ def _benchmark(options: argparse.Namespace) -> None:
     benchmark(options.parts or list(PARTS), Path(options.out))
 
 
-def _train(options: argparse.Namespace) -> None:
+def launch_command(processes: int, arguments: Sequence[str], gpus: bool) -> list[str]:
+    """Return the command that starts `cuewalk train` so many times: accelerate's on GPUs, torchrun on the CPU.
+
+    On a CPU `accelerate launch` starts one process, whatever it is asked for.
+    """
+    start = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    if gpus:
+        start = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
+        start += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    return [sys.executable, "-m", *start, "-m", "cuewalk.scripts.train", *arguments]
+
+
+def _train(options: argparse.Namespace) -> int | None:
+    if options.processes < 1:
+        raise ConfigError(f"--processes {options.processes}: at least 1")
+    if options.processes > 1:
+        import torch
+
+        gpus = torch.cuda.is_available()
+        command = launch_command(options.processes, ["--config", options.config, *options.overrides], gpus)
+        return subprocess.run(
+            command, env=os.environ if gpus else os.environ | {"ACCELERATE_USE_CPU": "true"}
+        ).returncode
     from cuewalk.rl.train import train
 
     run = train(load_config(options.config, options.overrides))
     print(f"trained policy in {run}/trained; next: cuewalk evaluate --config {options.config}")
+    return None
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -188,8 +226,29 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
+    from cuewalk.scripts.publish import push_policy, write_card
+
     out = export_policy(options.run_dir, options.out, merged=not options.no_merged)
+    write_card(Path(options.run_dir), out)
     print(f"exported to {out}; use it with cuewalk.rl.Retriever.from_pretrained({str(out)!r})")
+    if options.push_to_hub:
+        print(f"pushed to {push_policy(out, options.push_to_hub)}")
+
+
+def _retrieve(options: argparse.Namespace) -> None:
+    graph = load_graph(options.memory)
+    retriever = Retriever.without_policy()
+    if options.policy != "search":
+        retriever = Retriever.from_pretrained(options.policy, server=options.server)
+    found = retriever.retrieve(graph, options.question, budget=options.budget)
+    if options.json:
+        print(json.dumps(found.as_dict(), indent=1))
+        return
+    for entry in found.entries:
+        print(f"{entry.id} [{', '.join(map(plain, entry.sources))}]", *map(plain, entry.value.splitlines()), sep="\n  ")
+    for step in found.trajectory.steps if found.trajectory else ():
+        print(f"> {plain(step.text)}   ({step.change.bad or ', '.join(step.change.added) or 'nothing added'})")
+    print(f"Ended: {found.ending}" + (f" ({found.fallback})" if found.fallback else ""))
 
 
 if __name__ == "__main__":

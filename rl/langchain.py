@@ -1,0 +1,32 @@
+"""Cuewalk as a LangChain retriever; needs the extra `langchain`."""
+
+from typing import Any
+
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+
+from cuewalk.memory import MemoryGraph
+from cuewalk.rl.export import Retrieval, Retriever
+
+
+class CuewalkRetriever(BaseRetriever):  # type: ignore[misc]
+    """A memory and a policy as a LangChain `BaseRetriever`: a document an entry, in order of entry.
+
+    A document's metadata: `date`, `speaker`, `sources` (message ids), and of the walk `ending` and `fallback`.
+    """
+
+    retriever: Retriever
+    graph: MemoryGraph
+    budget: int | None = None  #: That of the training where None.
+
+    def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
+        return _documents(self.retriever.retrieve(self.graph, query, budget=self.budget))
+
+    async def _aget_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
+        return _documents(await self.retriever.aretrieve(self.graph, query, budget=self.budget))
+
+
+def _documents(found: Retrieval) -> list[Document]:
+    told = found.as_dict()
+    why = {"ending": told["ending"], "fallback": told["fallback"]}
+    return [Document(page_content=m.pop("text"), id=m.pop("id"), metadata=m | why) for m in told["memories"]]
