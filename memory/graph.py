@@ -8,7 +8,7 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from cuewalk.memory.encoder import Encoder, FloatArray
 from cuewalk.memory.groups import neighbours
 from cuewalk.memory.index import HybridIndex, best, fuse_ranks
 from cuewalk.memory.records import Conversation, Entry, Message, Segment
-
-if TYPE_CHECKING:
-    from cuewalk.memory.build import Extractor
 
 LINK_KINDS = ("segment", "adjacent", "anchor", "group", "similar", "similar_anchor", "near_group", "search")
 """In order of precedence: a candidate linked in several ways is shown under the first.
@@ -125,16 +122,15 @@ class MemoryGraph:
         self._searched: dict[str, list[str]] = {}
         self._writing = Lock()
 
-    def add(self, messages: Sequence[Message], *, extractor: "Extractor | None" = None) -> None:
-        """Take in later messages; whoever searches next, in any thread, finds them.
+    def add(self, messages: Sequence[Message]) -> None:
+        """Take in later messages: whoever searches next, in any thread, finds them, and a `snapshot` stays as it was.
 
-        One writer at a time, readers go on beside it: a walk on a `snapshot` is not disturbed. Nothing changes on disk
-        until `save_graph`. A ValueError if a message's id occurs already; the graph then stays as it was.
+        Writers take turns. Nothing changes on disk until `save_graph`. A ValueError if an id occurs twice.
         """
         from cuewalk.memory.build import extend_graph  # it imports this module
 
         with self._writing:
-            grown = extend_graph(self, messages, extractor=extractor)
+            grown = extend_graph(self, messages)
             grown._writing, grown.folder = self._writing, self.folder
             _ = grown._index  # readers shall not wait for it, each building its own
             self.__dict__ = grown.__dict__
@@ -161,11 +157,10 @@ class MemoryGraph:
         if where is not None:
             allowed = [i for i, e in enumerate(self.entries.values()) if where.admits(e)]
             return [self._ids[position] for position, _ in self._index.search(query, vector, allowed)]
-        found = self._searched.get(query)
-        if found is None:
-            found = [self._ids[position] for position, _ in self._index.search(query, vector)]
+        if (found := self._searched.get(query)) is None:
             if len(self._searched) >= REMEMBERED_SEARCHES:
                 self._searched.clear()  # another thread may do so at any time
+            found = [self._ids[position] for position, _ in self._index.search(query, vector)]
             self._searched[query] = found
         return found
 

@@ -27,8 +27,6 @@ from cuewalk.rl.transcript import Chat, TranscriptError
 from cuewalk.rl.vllm_sampler import TOLERANCE, SamplerError, Server, VLLMSampler
 
 GRAMMAR = "1"
-SERVED = "cuewalk"
-"""The name that a vLLM server must give the policy."""
 
 
 class ExportError(ValueError):
@@ -49,54 +47,49 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
         raise ExportError(f"no trained adapter in {run}; train first with `cuewalk train --config …`")
     if out.exists() and any(out.iterdir()):
         raise ExportError(f"{out} is not empty; nothing was overwritten. Choose a new directory")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
-            _write_policy(run, partial := Path(folder) / "policy", merged)
-            partial.rename(out)
-    except (OSError, SafetensorError) as error:
-        raise ExportError(f"cannot write the policy to {out} ({error}); nothing of it was kept") from error
-    return out
-
-
-def _write_policy(run: Path, out: Path, merged: bool) -> None:
     from peft import PeftModel
 
     config = parse_config(json.loads((run / "config.json").read_text(encoding="utf-8"))["config"])
     ranker = rank_of(config, run)
     tokenizer = load_tokenizer(config.model)
     base = load_language_model(config.model, config.dtype, device="cpu")
-    digest = weights_digest(base)
-    model = PeftModel.from_pretrained(base, str(run / "trained"))
-    for adapter in model.peft_config.values():
-        adapter.base_model_name_or_path = config.model  # not this machine's path
-    model.save_pretrained(out / "adapter")
-    tokenizer.save_pretrained(out / "adapter")
-    chat = Chat(tokenizer)
-    asked, said = torch.tensor(chat.first(INSTRUCTION)), torch.tensor(chat.action("STOP"))
-    with torch.no_grad():
-        (logps,), _ = score_actions(model, [asked], [said], [torch.ones_like(said, dtype=torch.bool)])
-    if merged:
-        model.merge_and_unload().save_pretrained(out / "merged")
-        tokenizer.save_pretrained(out / "merged")
     data, sampling = replace(config.data, path=None), replace(config.sampling, server=None)
     own = replace(config, run_dir=Config.run_dir, memory_dir=Config.memory_dir, data=data, sampling=sampling)
     tree = config_tree(own)  # without the places of this machine
-    policy = {
+    policy: dict[str, Any] = {
         "format": 1,
         "grammar": GRAMMAR,
         "renderer": RENDERER,
         "base": config.model,
-        "base_digest": digest,
+        "base_digest": weights_digest(base),
         "config_digest": hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest(),
         "config": tree,
         "data": config.data.source,
-        # How likely an action is to this policy, by which a server is known to have it.
-        "probe": {"asked": asked.tolist(), "said": said.tolist(), "logps": logps.tolist()},
     }
-    if isinstance(ranker, Ranker):
-        ranker.save(out / "ranker.json")
-    (out / "policy.json").write_text(json.dumps(policy, indent=1) + "\n", encoding="utf-8")
+    model, chat = PeftModel.from_pretrained(base, str(run / "trained")), Chat(tokenizer)
+    for adapter in model.peft_config.values():
+        adapter.base_model_name_or_path = config.model  # not this machine's path
+    # How likely an action is to this policy, by which a server is known to have it:
+    asked, said = chat.first(INSTRUCTION), chat.action("STOP")
+    with torch.no_grad():
+        (logps,), _ = score_actions(model, [torch.tensor(asked)], [torch.tensor(said)], [torch.ones(len(said)).bool()])
+    policy["probe"] = {"asked": asked, "said": said, "logps": logps.tolist()}
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
+            new = Path(folder) / "policy"
+            model.save_pretrained(new / "adapter")
+            tokenizer.save_pretrained(new / "adapter")
+            if merged:
+                model.merge_and_unload().save_pretrained(new / "merged")
+                tokenizer.save_pretrained(new / "merged")
+            if isinstance(ranker, Ranker):
+                ranker.save(new / "ranker.json")
+            (new / "policy.json").write_text(json.dumps(policy, indent=1) + "\n", encoding="utf-8")
+            new.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise ExportError(f"cannot write the policy to {out} ({error}); nothing of it was kept") from error
+    return out
 
 
 @dataclass(frozen=True)
@@ -169,27 +162,25 @@ class Retriever:
             path: A directory that `cuewalk export` wrote, or a hub id such as `owner/name`.
             base: Name or path of the base model, where it is not to be had under its own name here.
             server: Address of `vllm serve PATH/merged --served-model-name cuewalk`; no weights are loaded here then.
-            timeout: Seconds that a request to the server may take (it is tried three times), and that a call waits
-                for the model while other threads use it.
-            fallback: `search` answers by plain search, and says so, where a walk can't be finished.
+            timeout: Seconds that a request to the server may take (it is tried three times), and as the field has it.
+            fallback: As the field has it.
 
-        An ExportError if the directory is no export, of another grammar or renderer, or the weights are not those that
-        the adapter was trained on, or not the policy's on the server; a ModelError if the base can't be loaded; a
-        SamplerError if the server can't be asked.
+        An ExportError if the directory is no export, of another grammar or renderer, or the base's or the server's
+        weights are not the right ones; a ModelError if the base can't be loaded; a SamplerError without the server.
         """
         path = _fetched(path)
         if not (path / "policy.json").is_file():
             raise ExportError(f"{path} is no exported policy: policy.json is missing. Make one with `cuewalk export`")
         try:
             policy = json.loads((path / "policy.json").read_text(encoding="utf-8"))
-            spoken = {"grammar": (policy["grammar"], GRAMMAR), "renderer": (policy["renderer"], RENDERER)}
+            theirs = {"grammar": policy["grammar"], "renderer": policy["renderer"]}
             name, digest, tree = policy["base"], policy["base_digest"], policy["config"]
         except (ValueError, KeyError, TypeError) as error:
             raise ExportError(f"{path}/policy.json is damaged ({error!r}); export the policy again") from error
-        for key, (theirs, ours) in spoken.items():
-            if theirs != ours:
+        for key, ours in (("grammar", GRAMMAR), ("renderer", RENDERER)):
+            if theirs[key] != ours:
                 raise ExportError(
-                    f"{path} speaks {key} {theirs!r}, this version of cuewalk {ours!r}; use the version that "
+                    f"{path} speaks {key} {theirs[key]!r}, this version of cuewalk {ours!r}; use the version that "
                     f"exported it, or train again"
                 )
         config, chat = parse_config(tree), Chat(load_tokenizer(str(path / "adapter")))
@@ -271,14 +262,20 @@ def _fetched(path: str | Path) -> Path:
 
 def _checked(address: str, timeout: float, path: Path, probe: dict[str, Any] | None, config: Config) -> Server:
     """Return a server that has this policy: it finds the exported action as likely as the export did."""
-    start = f"Start `vllm serve {path}/merged --served-model-name {SERVED} --dtype {config.dtype}`"
+    start = f"Start `vllm serve {path}/merged --served-model-name cuewalk --dtype {config.dtype}`"
     if probe is None or config.sampling.stop_offset:
         raise ExportError(
             f"a server can't have {path}: it comes from an older version, or its sampling.stop_offset is not 0, which "
             f"a server can't add; export it again, or leave out server="
         )
-    server = Server(address, timeout, SERVED, start)
-    off = (torch.tensor(server.score(probe["asked"], probe["said"])) - torch.tensor(probe["logps"])).abs().mean().item()
+
+    def read(reply: Any) -> list[float]:
+        scores = reply["choices"][0]["prompt_logprobs"][-len(probe["said"]) :]
+        return [at[str(id_)]["logprob"] for id_, at in zip(probe["said"], scores, strict=True)]
+
+    server, prompt = Server(address, timeout, "cuewalk", start), [*probe["asked"], *probe["said"]]
+    body = {"model": "cuewalk", "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0}
+    off = (torch.tensor(server.ask("v1/completions", body, read)) - torch.tensor(probe["logps"])).abs().mean().item()
     if not off <= (allowed := TOLERANCE[getattr(torch, config.dtype)]):
         raise ExportError(
             f"the server at {address} has another model than {path}: log-probabilities of the same action differ by "

@@ -1,19 +1,12 @@
-"""Cuewalk as an MCP server over stdio, with one tool, `retrieve`; needs the extra `mcp`.
+"""Cuewalk as an MCP server with one tool, `retrieve`; needs the extra `mcp`, and `cuewalk serve` runs it over stdio."""
 
-Example:
-    python -m cuewalk.rl.mcp_server MEMORY_DIR [POLICY]
-"""
-
-import argparse
-import sys
 from typing import Any
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
-from cuewalk.memory import MemoryGraph, load_graph
+from cuewalk.memory import MemoryGraph
 from cuewalk.rl.export import ExportError, Retriever
-from cuewalk.rl.vllm_sampler import SamplerError
 
 
 def make_server(graph: MemoryGraph, retriever: Retriever) -> MCPServer:
@@ -32,26 +25,3 @@ def make_server(graph: MemoryGraph, retriever: Retriever) -> MCPServer:
             raise ToolError(str(error)) from error
 
     return server
-
-
-def main() -> int:
-    """Load a memory and a policy and serve until stdin closes; where a walk fails, plain search answers, and says so."""
-    parser = argparse.ArgumentParser(prog="python -m cuewalk.rl.mcp_server", description="Serve a memory over stdio.")
-    parser.add_argument("memory", help="a folder with a memory.sqlite")
-    parser.add_argument("policy", nargs="?", help="what `cuewalk export` wrote, or a hub id; without it, plain search")
-    parser.add_argument("--server", help="address of `vllm serve POLICY/merged --served-model-name cuewalk`")
-    asked = parser.parse_args()
-    try:
-        retriever = Retriever.without_policy()
-        if asked.policy:
-            retriever = Retriever.from_pretrained(asked.policy, server=asked.server, fallback="search")
-        server = make_server(load_graph(asked.memory), retriever)
-    except (ValueError, SamplerError) as error:  # whatever can't be loaded
-        print(f"cuewalk: {error}", file=sys.stderr)
-        return 2
-    server.run("stdio")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

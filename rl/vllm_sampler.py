@@ -121,16 +121,6 @@ class Server:
         with ThreadPoolExecutor(64) as pool:
             return list(pool.map(lambda body: self.ask("v1/completions", body, read), bodies))
 
-    def score(self, prompt: list[int], ids: list[int]) -> list[float]:
-        """Return the log-probabilities that the model gives these ids after a prompt."""
-
-        def read(reply: Any) -> list[float]:
-            scores = reply["choices"][0]["prompt_logprobs"][-len(ids) :]
-            return [at[str(id_)]["logprob"] for id_, at in zip(ids, scores, strict=True)]
-
-        body = {"model": self._model, "prompt": [*prompt, *ids], "max_tokens": 1, "prompt_logprobs": 0}
-        return list(self.ask("v1/completions", body, read))
-
 
 @dataclass(eq=False)
 class VLLMSampler:

@@ -1,4 +1,4 @@
-"""The command `cuewalk`: build, inspect, train, evaluate, export, retrieve, play, calibrate, benchmark."""
+"""The command `cuewalk`: build, inspect, train, evaluate, export, retrieve, serve, play, calibrate, benchmark."""
 
 import argparse
 import json
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from cuewalk.env import DataError, RetrievalEnv
 from cuewalk.env.render import plain
@@ -33,6 +34,7 @@ DESCRIPTION = """Train a small language model to walk an agent's memory: expand,
   cuewalk evaluate --config configs/demo.yaml     every policy on the held-out conversations, one table
   cuewalk export   checkpoints/demo policy/       adapter, merged model, policy.json, model card
   cuewalk retrieve policy/ checkpoints/memory/NAME "Where was it?"   memories, the walk, and why it stopped
+  cuewalk serve    policy/ checkpoints/memory/NAME    the same for an agent, as an MCP server
   cuewalk build    --config configs/demo.yaml     the memories alone
   cuewalk inspect  checkpoints/memory/NAME        what is in one; --query draws the graph around a question
   cuewalk play     --config configs/demo.yaml     walk a memory yourself, and see what a judge says
@@ -101,11 +103,14 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--push-to-hub", metavar="OWNER/NAME", help="upload it too; a new repository is private")
     asking = add(_retrieve, "ask a memory one question, with a trained policy or by plain search")
     asking.epilog = 'cuewalk retrieve policy/ checkpoints/memory/NAME "Where was the trip?" --budget 4 --json'
-    asking.add_argument("policy", help="what `cuewalk export` wrote, a hub id, or `search`: no policy, plain search")
-    asking.add_argument("memory", help="a folder with a memory.sqlite")
+    serving = add(_serve, "serve a memory to agents, over MCP on stdin and stdout; where a walk fails, search answers")
+    serving.epilog = "cuewalk serve policy/ checkpoints/memory/NAME"
+    for command in (asking, serving):
+        command.add_argument("policy", help="what `cuewalk export` wrote, a hub id, or the word search: no policy")
+        command.add_argument("memory", help="a folder with a memory.sqlite")
+        command.add_argument("--server", help="address of `vllm serve POLICY/merged --served-model-name cuewalk`")
     asking.add_argument("question")
     asking.add_argument("--budget", type=int, help="what the walk may spend (that of the training)")
-    asking.add_argument("--server", help="address of `vllm serve POLICY/merged --served-model-name cuewalk`")
     asking.add_argument("--json", action="store_true", help="print all of it as JSON")
     return parser
 
@@ -235,12 +240,22 @@ def _export(options: argparse.Namespace) -> None:
         print(f"pushed to {push_policy(out, options.push_to_hub)}")
 
 
+def _retriever(options: argparse.Namespace, fallback: Literal["search"] | None) -> Retriever:
+    if options.policy == "search":
+        return Retriever.without_policy()
+    return Retriever.from_pretrained(options.policy, server=options.server, fallback=fallback)
+
+
+def _serve(options: argparse.Namespace) -> None:
+    try:
+        from cuewalk.rl.mcp_server import make_server
+    except ImportError as error:
+        raise ConfigError(f"serving needs the extra: pip install 'cuewalk[mcp]' ({error})") from error
+    make_server(load_graph(options.memory), _retriever(options, "search")).run("stdio")
+
+
 def _retrieve(options: argparse.Namespace) -> None:
-    graph = load_graph(options.memory)
-    retriever = Retriever.without_policy()
-    if options.policy != "search":
-        retriever = Retriever.from_pretrained(options.policy, server=options.server)
-    found = retriever.retrieve(graph, options.question, budget=options.budget)
+    found = _retriever(options, None).retrieve(load_graph(options.memory), options.question, budget=options.budget)
     if options.json:
         print(json.dumps(found.as_dict(), indent=1))
         return
