@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
 
 from cuewalk.env import Question, Rank, RetrievalEnv, Trajectory
 from cuewalk.env.render import INSTRUCTION, RENDERER
@@ -87,7 +86,7 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
                 ranker.save(new / "ranker.json")
             (new / "policy.json").write_text(json.dumps(policy, indent=1) + "\n", encoding="utf-8")
             new.rename(out)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:  # on a full disk tokenizers and safetensors raise no OSError
         raise ExportError(f"cannot write the policy to {out} ({error}); nothing of it was kept") from error
     return out
 
