@@ -138,7 +138,7 @@ class Retriever:
     #: `search`: where a walk can't be finished, plain search answers with as many entries as a walk may gather, and the
     #: result says why. None: that is an error.
     fallback: Literal["search"] | None = None
-    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+    _lock: Any = field(default_factory=Lock, repr=False, compare=False)
 
     @classmethod
     def without_policy(cls) -> "Retriever":

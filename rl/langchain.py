@@ -4,6 +4,7 @@ from typing import Any
 
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
+from pydantic import InstanceOf
 
 from cuewalk.memory import MemoryGraph
 from cuewalk.rl.export import Retrieval, Retriever
@@ -15,8 +16,8 @@ class CuewalkRetriever(BaseRetriever):  # type: ignore[misc]
     A document's metadata: `date`, `speaker`, `sources` (message ids), and of the walk `ending` and `fallback`.
     """
 
-    retriever: Retriever
-    graph: MemoryGraph
+    retriever: InstanceOf[Retriever]
+    graph: InstanceOf[MemoryGraph]
     budget: int | None = None  #: That of the training where None.
 
     def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
