@@ -207,9 +207,8 @@ def _train(options: argparse.Namespace) -> int | None:
 
         gpus = torch.cuda.is_available()
         command = launch_command(options.processes, ["--config", options.config, *options.overrides], gpus)
-        return subprocess.run(
-            command, env=os.environ if gpus else os.environ | {"ACCELERATE_USE_CPU": "true"}
-        ).returncode
+        where = {} if gpus else {"ACCELERATE_USE_CPU": "true"}
+        return subprocess.run(command, env=os.environ | where, check=False).returncode
     from cuewalk.rl.train import train
 
     run = train(load_config(options.config, options.overrides))

@@ -243,8 +243,7 @@ def test_two_processes_make_the_update_of_one(tmp_path, tiny_model):
         folder = tmp_path / str(processes)
         folder.mkdir()
         path = write(folder, tiny_model, **common, grpo=grpo | {"per_device_train_batch_size": 10 // processes})
-        command = ["torch.distributed.run", "--nproc_per_node", str(processes), "--master_addr", "127.0.0.1",
-                   "--master_port", "29517", "scripts/train.py", "--config", str(path)]  # fmt: skip
+        command = ["cuewalk.scripts.cli", "train", "--processes", str(processes), "--config", str(path)]
         done = subprocess.run(
             [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False,
             env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
