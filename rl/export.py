@@ -36,10 +36,9 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
     """Write a run's trained policy into a new directory.
 
     It holds `adapter/` (PEFT), `merged/` (a plain model, in the configured dtype), the tokenizer in both, and
-    `policy.json`: grammar and renderer version, configuration and its digest, digest of the base weights. The whole of
-    it is written, or nothing.
+    `policy.json`: grammar and renderer version, configuration and its digest, digest of the base weights.
 
-    An ExportError if the run has no trained adapter, or `out` is not empty, or can't be written.
+    An ExportError if the run has no trained adapter, or `out` is not empty, or can't be written: all of it, or nothing.
     """
     run, out = Path(run), Path(out)
     if not (run / "trained" / "adapter_config.json").exists():
@@ -161,8 +160,7 @@ class Retriever:
             path: A directory that `cuewalk export` wrote, or a hub id such as `owner/name`.
             base: Name or path of the base model, where it is not to be had under its own name here.
             server: Address of `vllm serve PATH/merged --served-model-name cuewalk`; no weights are loaded here then.
-            timeout: Seconds that a request to the server may take (it is tried three times), and as the field has it.
-            fallback: As the field has it.
+            timeout, fallback: The fields; the time is also a server's for one request, which is tried three times.
 
         An ExportError if the directory is no export, of another grammar or renderer, or the base's or the server's
         weights are not the right ones; a ModelError if the base can't be loaded; a SamplerError without the server.

@@ -7,7 +7,7 @@ from langchain_core.retrievers import BaseRetriever
 from pydantic import InstanceOf
 
 from cuewalk.memory import MemoryGraph
-from cuewalk.rl.export import Retrieval, Retriever
+from cuewalk.rl.export import Retriever
 
 
 class CuewalkRetriever(BaseRetriever):  # type: ignore[misc]
@@ -21,13 +21,6 @@ class CuewalkRetriever(BaseRetriever):  # type: ignore[misc]
     budget: int | None = None  #: That of the training where None.
 
     def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
-        return _documents(self.retriever.retrieve(self.graph, query, budget=self.budget))
-
-    async def _aget_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
-        return _documents(await self.retriever.aretrieve(self.graph, query, budget=self.budget))
-
-
-def _documents(found: Retrieval) -> list[Document]:
-    told = found.as_dict()
-    why = {"ending": told["ending"], "fallback": told["fallback"]}
-    return [Document(page_content=m.pop("text"), id=m.pop("id"), metadata=m | why) for m in told["memories"]]
+        told = self.retriever.retrieve(self.graph, query, budget=self.budget).as_dict()
+        why = {"ending": told["ending"], "fallback": told["fallback"]}
+        return [Document(page_content=m.pop("text"), id=m.pop("id"), metadata=m | why) for m in told["memories"]]
