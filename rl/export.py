@@ -134,8 +134,7 @@ class Retriever:
     rank: Rank | None
     server: Server | None = None
     timeout: float = 60.0  #: Seconds that a call waits for the model while other threads use it.
-    #: `search`: where a walk can't be finished, plain search answers with as many entries as a walk may gather, and the
-    #: result says why. None: that is an error.
+    #: `search`: where a walk can't be finished, plain search answers, and the result says why. None: that is an error.
     fallback: Literal["search"] | None = None
     _lock: Any = field(default_factory=Lock, repr=False, compare=False)
 
@@ -160,7 +159,8 @@ class Retriever:
             path: A directory that `cuewalk export` wrote, or a hub id such as `owner/name`.
             base: Name or path of the base model, where it is not to be had under its own name here.
             server: Address of `vllm serve PATH/merged --served-model-name cuewalk`; no weights are loaded here then.
-            timeout, fallback: The fields; the time is also a server's for one request, which is tried three times.
+            timeout: As the field; and seconds that a server may take for one request, which is tried three times.
+            fallback: As the field; search gives as many entries as a walk may gather.
 
         An ExportError if the directory is no export, of another grammar or renderer, or the base's or the server's
         weights are not the right ones; a ModelError if the base can't be loaded; a SamplerError without the server.
