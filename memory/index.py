@@ -127,10 +127,14 @@ def _kept(vectors: FloatArray, factory: str, folder: Path) -> Any:
     except RuntimeError:  # not there, or damaged
         index = _index(vectors, factory)
     partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-    faiss.write_index(index, str(partial))
-    partial.replace(path)  # whole or not at all
-    for stale in set(folder.glob("abstractions-*.faiss")) - {path}:
-        stale.unlink(missing_ok=True)
+    try:
+        faiss.write_index(index, str(partial))
+        partial.replace(path)  # whole or not at all
+        for stale in set(folder.glob("abstractions-*.faiss")) - {path}:
+            stale.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:  # the disk is full, or not ours to write
+        logging.getLogger(__name__).warning("the index is not kept, and built again next time: %s", error)
+        partial.unlink(missing_ok=True)
     return index
 
 

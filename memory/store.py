@@ -43,7 +43,7 @@ def save_graph(graph: MemoryGraph, directory: str | Path) -> None:
     Readers see the state before or after, never between; a process that dies on the way leaves the state before. A
     StoreError if the directory holds other files, or the memory of another conversation, or can't be written.
     """
-    directory = Path(directory)
+    directory, graph = Path(directory), graph.snapshot()
     path = directory / FILE
     if path.exists() and not _blank(path):
         with _opened(path):

@@ -1,21 +1,29 @@
 """Exporting a trained policy, and using it: `Retriever` needs neither trl nor vllm."""
 
+import asyncio
 import hashlib
 import json
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
 
 from cuewalk.env import Question, Rank, RetrievalEnv, Trajectory
-from cuewalk.env.render import RENDERER
+from cuewalk.env.render import INSTRUCTION, RENDERER
 from cuewalk.memory import Entry, MemoryGraph
 from cuewalk.memory.models import load_language_model, load_tokenizer, weights_digest
 from cuewalk.rl.config import Config, config_tree, parse_config
 from cuewalk.rl.data import rank_of
 from cuewalk.rl.ranker import Ranker
-from cuewalk.rl.rollout import walk_greedily
-from cuewalk.rl.transcript import Chat
+from cuewalk.rl.rollout import walk, walk_greedily
+from cuewalk.rl.scoring import score_actions
+from cuewalk.rl.transcript import Chat, TranscriptError
+from cuewalk.rl.vllm_sampler import TOLERANCE, SamplerError, Server, VLLMSampler
 
 GRAMMAR = "1"
 
@@ -30,7 +38,7 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
     It holds `adapter/` (PEFT), `merged/` (a plain model, in the configured dtype), the tokenizer in both, and
     `policy.json`: grammar and renderer version, configuration and its digest, digest of the base weights.
 
-    An ExportError if the run has no trained adapter, or `out` is not empty. Nothing is overwritten.
+    An ExportError if the run has no trained adapter, or `out` is not empty, or can't be written: all of it, or nothing.
     """
     run, out = Path(run), Path(out)
     if not (run / "trained" / "adapter_config.json").exists():
@@ -43,98 +51,231 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
     ranker = rank_of(config, run)
     tokenizer = load_tokenizer(config.model)
     base = load_language_model(config.model, config.dtype, device="cpu")
-    digest = weights_digest(base)
-    model = PeftModel.from_pretrained(base, str(run / "trained"))
-    for adapter in model.peft_config.values():
-        adapter.base_model_name_or_path = config.model  # not this machine's path
-    model.save_pretrained(out / "adapter")
-    tokenizer.save_pretrained(out / "adapter")
-    if merged:
-        model.merge_and_unload().save_pretrained(out / "merged")
-        tokenizer.save_pretrained(out / "merged")
-    tree = config_tree(config)
-    policy = {
+    data, sampling = replace(config.data, path=None), replace(config.sampling, server=None)
+    own = replace(config, run_dir=Config.run_dir, memory_dir=Config.memory_dir, data=data, sampling=sampling)
+    tree = config_tree(own)  # without the places of this machine
+    policy: dict[str, Any] = {
         "format": 1,
         "grammar": GRAMMAR,
         "renderer": RENDERER,
         "base": config.model,
-        "base_digest": digest,
+        "base_digest": weights_digest(base),
         "config_digest": hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest(),
         "config": tree,
         "data": config.data.source,
     }
-    if isinstance(ranker, Ranker):
-        ranker.save(out / "ranker.json")
-    (out / "policy.json").write_text(json.dumps(policy, indent=1) + "\n", encoding="utf-8")
+    model, chat = PeftModel.from_pretrained(base, str(run / "trained")), Chat(tokenizer)
+    for adapter in model.peft_config.values():
+        adapter.base_model_name_or_path = config.model  # not this machine's path
+    # How likely an action is to this policy, by which a server is known to have it:
+    asked, said = chat.first(INSTRUCTION), chat.action("STOP")
+    with torch.no_grad():
+        (logps,), _ = score_actions(model, [torch.tensor(asked)], [torch.tensor(said)], [torch.ones(len(said)).bool()])
+    policy["probe"] = {"asked": asked, "said": said, "logps": logps.tolist()}
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
+            new = Path(folder) / "policy"
+            model.save_pretrained(new / "adapter")
+            tokenizer.save_pretrained(new / "adapter")
+            if merged:
+                model.merge_and_unload().save_pretrained(new / "merged")
+                tokenizer.save_pretrained(new / "merged")
+            if isinstance(ranker, Ranker):
+                ranker.save(new / "ranker.json")
+            (new / "policy.json").write_text(json.dumps(policy, indent=1) + "\n", encoding="utf-8")
+            new.rename(out)
+    except Exception as error:  # on a full disk tokenizers and safetensors raise no OSError
+        raise ExportError(f"cannot write the policy to {out} ({error}); nothing of it was kept") from error
     return out
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """What a retriever found: entries in order of entry, and the walk that led there."""
+    """What a retriever found: entries in order of entry, the walk that led there, and why it stopped."""
 
     entries: tuple[Entry, ...]
-    trajectory: Trajectory
+    trajectory: Trajectory | None  #: None where plain search answered instead.
+    fallback: str | None = None  #: Why it did.
+
+    @property
+    def ending(self) -> str:
+        """Return how the walk ended: `stopped`, `budget` or `malformed`; `search` where there was none."""
+        return "search" if self.trajectory is None else self.trajectory.ending.value
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data: memories with date, speaker and sources, the walk, its ending, and why search answered."""
+        memories = [
+            {"id": e.id, "date": e.time.isoformat(), "speaker": e.speaker, "sources": list(e.sources), "text": e.value}
+            for e in self.entries
+        ]
+        walked = [
+            {"action": step.text, "added": list(step.change.added), "bad": step.change.bad, "budget": step.budget}
+            for step in (self.trajectory.steps if self.trajectory else ())
+        ]
+        return {"memories": memories, "walk": walked, "ending": self.ending, "fallback": self.fallback}
 
 
 @dataclass
 class Retriever:
-    """A trained policy in use, greedy.
+    """A trained policy in use, greedy; or plain search, where there is none (`without_policy`).
+
+    Safe to call from many threads: the model is used by one at a time, a server by all at once; a call reads its graph
+    as it stands when it begins, whatever is added meanwhile.
 
     Example:
         >>> retriever = Retriever.from_pretrained("policy")  # doctest: +SKIP
         >>> retriever.retrieve(graph, "When did Ann adopt the dog?").entries  # doctest: +SKIP
     """
 
-    model: Any
-    chat: Chat
+    model: Any  #: None where a server has it.
+    chat: Chat | None  #: None without a policy.
     config: Config
     rank: Rank | None
+    server: Server | None = None
+    timeout: float = 60.0  #: Seconds that a call waits for the model while other threads use it.
+    #: `search`: where a walk can't be finished, plain search answers, and the result says why. None: that is an error.
+    fallback: Literal["search"] | None = None
+    _lock: Any = field(default_factory=Lock, repr=False, compare=False)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, base: str | None = None) -> "Retriever":
-        """Load an exported policy: the adapter on its base model.
+    def without_policy(cls) -> "Retriever":
+        """Return a retriever that only searches, for a first try."""
+        return cls(None, None, Config(), None, fallback="search")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        base: str | None = None,
+        server: str | None = None,
+        timeout: float = 60.0,
+        fallback: Literal["search"] | None = None,
+    ) -> "Retriever":
+        """Load an exported policy: the adapter on its base model, or the address of a server that has it.
 
         Args:
-            path: A directory that `cuewalk export` wrote.
+            path: A directory that `cuewalk export` wrote, or a hub id such as `owner/name`.
             base: Name or path of the base model, where it is not to be had under its own name here.
+            server: Address of `vllm serve PATH/merged --served-model-name cuewalk`; no weights are loaded here then.
+            timeout: As the field; and seconds that a server may take for one request, which is tried three times.
+            fallback: As the field; search gives as many entries as a walk may gather.
 
-        An ExportError if the directory is no export, of another grammar or renderer, or the base's weights are not
-        those that the adapter was trained on; a ModelError if the base can't be loaded.
+        An ExportError if the directory is no export, of another grammar or renderer, or the base's or the server's
+        weights are not the right ones; a ModelError if the base can't be loaded; a SamplerError without the server.
         """
-        path = Path(path)
+        path = _fetched(path)
         if not (path / "policy.json").is_file():
             raise ExportError(f"{path} is no exported policy: policy.json is missing. Make one with `cuewalk export`")
-        policy = json.loads((path / "policy.json").read_text(encoding="utf-8"))
+        try:
+            policy = json.loads((path / "policy.json").read_text(encoding="utf-8"))
+            theirs = {"grammar": policy["grammar"], "renderer": policy["renderer"]}
+            name, digest, tree = policy["base"], policy["base_digest"], policy["config"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ExportError(f"{path}/policy.json is damaged ({error!r}); export the policy again") from error
         for key, ours in (("grammar", GRAMMAR), ("renderer", RENDERER)):
-            if policy[key] != ours:
+            if theirs[key] != ours:
                 raise ExportError(
-                    f"{path} speaks {key} {policy[key]!r}, this version of cuewalk {ours!r}; use the version that "
+                    f"{path} speaks {key} {theirs[key]!r}, this version of cuewalk {ours!r}; use the version that "
                     f"exported it, or train again"
                 )
+        config, chat = parse_config(tree), Chat(load_tokenizer(str(path / "adapter")))
+        if server is not None:
+            asked = _checked(server, timeout, path, policy.get("probe"), config)
+            return cls(None, chat, config, rank_of(config, path), asked, timeout, fallback)
         from peft import PeftModel
 
-        config = parse_config(policy["config"])
-        model = load_language_model(base or policy["base"], config.dtype)
-        if weights_digest(model) != policy["base_digest"]:
+        model = load_language_model(base or name, config.dtype)
+        if weights_digest(model) != digest:
             raise ExportError(
-                f"{path} was trained on other weights than {base or policy['base']!r} has here; pass base= with the "
+                f"{path} was trained on other weights than {base or name!r} has here; pass base= with the "
                 f"right ones, or use its merged/ model"
             )
         model = PeftModel.from_pretrained(model, str(path / "adapter")).eval()
-        return cls(model, Chat(load_tokenizer(str(path / "adapter"))), config, rank_of(config, path))
+        return cls(model, chat, config, rank_of(config, path), None, timeout, fallback)
 
     def retrieve(self, graph: MemoryGraph, question: str, *, budget: int | None = None) -> Retrieval:
-        """Walk a graph for one question; the budget is that of the training where None."""
+        """Walk a graph for one question; the budget is that of the training where None.
+
+        An ExportError if the budget is not allowed; and, without a fallback, a SamplerError if the server is gone or
+        replies oddly, or the model stays busy for `timeout` seconds, a TranscriptError if the walk gets too long.
+        """
         return self.retrieve_batch([(graph, question)], budget=budget)[0]
+
+    async def aretrieve(self, graph: MemoryGraph, question: str, *, budget: int | None = None) -> Retrieval:
+        """Do as `retrieve`, in a thread of its own."""
+        return await asyncio.to_thread(self.retrieve, graph, question, budget=budget)
 
     def retrieve_batch(self, asked: Sequence[tuple[MemoryGraph, str]], *, budget: int | None = None) -> list[Retrieval]:
         """Walk many, each a graph and a question, in lockstep: the same walks in less time."""
         if not asked:
             return []
-        rules = self.config.env if budget is None else replace(self.config.env, budget=budget)
-        questions = [(graph, Question("question", graph.conversation.id, text)) for graph, text in asked]
-        walkers = [RetrievalEnv(graph, question, rules, rank=self.rank) for graph, question in questions]
-        trajectories = [row.trajectory for row in walk_greedily(walkers, self.model, self.chat, self.config.sampling)]
-        found = zip(asked, trajectories, strict=True)
-        return [Retrieval(tuple(graph.entries[e] for e in taken.working), taken) for (graph, _), taken in found]
+        try:
+            rules = self.config.env if budget is None else replace(self.config.env, budget=budget)
+        except ValidationError as error:
+            raise ExportError(f"budget = {budget!r}: {error.errors()[0]['msg']}") from error
+        views = [(graph.snapshot(), text) for graph, text in asked]
+        questions = [(graph, Question("question", graph.conversation.id, text)) for graph, text in views]
+        try:
+            walked = self._walk([RetrievalEnv(graph, one, rules, rank=self.rank) for graph, one in questions])
+        except (SamplerError, TranscriptError) as error:
+            if self.fallback is None:
+                raise
+            many = rules.k + rules.budget
+            found = [[graph.entries[hit.entry] for hit in graph.search(text, many)] for graph, text in views]
+            return [Retrieval(tuple(entries), None, str(error)) for entries in found]
+        pairs = zip(views, walked, strict=True)
+        return [Retrieval(tuple(graph.entries[e] for e in taken.working), taken) for (graph, _), taken in pairs]
+
+    def _walk(self, envs: Sequence[RetrievalEnv]) -> list[Trajectory]:
+        sampling = self.config.sampling
+        if self.chat is None:
+            raise SamplerError("no policy was given")
+        if self.server is not None:
+            sampler = VLLMSampler(self.server, self.chat.end, sampling.max_action_tokens, Path(), temperature=0.0)
+            groups = walk([[env] for env in envs], sampler, self.chat, max_tokens=sampling.max_tokens)
+            return [row.trajectory for (row,) in groups]
+        if not self._lock.acquire(timeout=self.timeout):
+            raise SamplerError(f"other threads used the model for {self.timeout} s; raise timeout, or ask in batches")
+        try:
+            return [row.trajectory for row in walk_greedily(envs, self.model, self.chat, sampling)]
+        finally:
+            self._lock.release()
+
+
+def _fetched(path: str | Path) -> Path:
+    """Return where a policy lies: the directory, or the one that a hub id was fetched to (no pickle among it)."""
+    if Path(path).exists() or not isinstance(path, str) or path[:1] in "./~" or path.count("/") != 1:
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    kept = ["policy.json", "ranker.json", *(f"adapter/*.{kind}" for kind in ("json", "safetensors", "txt", "jinja"))]
+    try:
+        return Path(snapshot_download(path, allow_patterns=kept))
+    except (OSError, ValueError) as error:  # what the hub raises is one of them
+        raise ExportError(f"{path!r} is no directory here, and can't be fetched from the hub: {error}") from error
+
+
+def _checked(address: str, timeout: float, path: Path, probe: dict[str, Any] | None, config: Config) -> Server:
+    """Return a server that has this policy: it finds the exported action as likely as the export did."""
+    start = f"Start `vllm serve {path}/merged --served-model-name cuewalk --dtype {config.dtype}`"
+    if probe is None or config.sampling.stop_offset:
+        raise ExportError(
+            f"a server can't have {path}: it comes from an older version, or its sampling.stop_offset is not 0, which "
+            f"a server can't add; export it again, or leave out server="
+        )
+
+    def read(reply: Any) -> list[float]:
+        scores = reply["choices"][0]["prompt_logprobs"][-len(probe["said"]) :]
+        return [at[str(id_)]["logprob"] for id_, at in zip(probe["said"], scores, strict=True)]
+
+    server, prompt = Server(address, timeout, "cuewalk", start), [*probe["asked"], *probe["said"]]
+    body = {"model": "cuewalk", "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0}
+    off = (torch.tensor(server.ask("v1/completions", body, read)) - torch.tensor(probe["logps"])).abs().mean().item()
+    if not off <= (allowed := TOLERANCE[getattr(torch, config.dtype)]):
+        raise ExportError(
+            f"the server at {address} has another model than {path}: log-probabilities of the same action differ by "
+            f"{off:.4f} on average, {allowed} is allowed in {config.dtype}. {start}"
+        )
+    return server

@@ -23,6 +23,9 @@ from cuewalk.rl.scoring import score_plainly
 #: Mean difference of log-probabilities that rounding explains, by the base weights' dtype (measured: .00001, .05).
 TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 0.15}
 START = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --logprobs-mode processed_logprobs"
+REMEDY = (
+    f"Start `{START}` where it can read the run's directory, and the run again: it goes on from its last checkpoint"
+)
 Completion = tuple[list[int], list[float]]  # sampled ids and their log-probabilities
 
 
@@ -81,8 +84,8 @@ class InProcess:
 class Server:
     """A vLLM server, for runs alone: on a CPU vLLM applies an adapter also to rows of the base model beside it."""
 
-    def __init__(self, address: str, timeout: float = 300.0) -> None:
-        self._address, self._model = address.rstrip("/").removesuffix("/v1"), ""
+    def __init__(self, address: str, timeout: float = 300.0, model: str = "", remedy: str = REMEDY) -> None:
+        self._address, self._model, self._remedy = address.rstrip("/").removesuffix("/v1"), model, remedy
         key = os.environ.get("OPENAI_API_KEY") or "none"  # a local server wants no key, but the client does
         self._client = openai.OpenAI(base_url=self._address, api_key=key, timeout=timeout)
 
@@ -95,8 +98,7 @@ class Server:
         except (openai.OpenAIError, KeyError, TypeError, ValueError) as error:
             raise SamplerError(
                 f"the server at {self._address} can't be asked for {path}, or does not reply as vLLM: "
-                f"{type(error).__name__}: {error}. Start `{START}` where it can read the run's directory, and the run "
-                f"again: it goes on from its last checkpoint"
+                f"{type(error).__name__}: {error}. {self._remedy}"
             ) from error
 
     def load(self, name: str, path: Path) -> None:
@@ -134,6 +136,8 @@ class VLLMSampler:
     temperature: float = 1.0
     seed: str = ""  #: With the step it decides what is sampled.
     margins: list[float] = field(default_factory=list)  #: Not told.
+    tokens: int = 0
+    _draw: random.Random = field(default_factory=random.Random)  #: The seeds of what is sampled.
 
     def hand_over(self, model: Any, step: int) -> None:
         """Give vLLM the model's adapter as it is now, and `check` it.

@@ -1,13 +1,17 @@
-"""The command `cuewalk`: download, build, inspect, train, evaluate, compare, export, play, calibrate, benchmark."""
+"""The command `cuewalk`: from public data or your own to a policy in use; each subcommand's --help teaches it."""
 
 import argparse
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from cuewalk.env import DataError, RetrievalEnv
+from cuewalk.env.render import plain
 from cuewalk.env.tasks import PARTS, select
 from cuewalk.judges import JudgeError, TrajectoryJudge
 from cuewalk.judges.calibrate import JUDGES, RIGHT, by_endpoint, by_likelihood, by_score, calibrate
@@ -19,7 +23,7 @@ from cuewalk.memory.reader import LocalReader
 from cuewalk.rl.baselines import run_scripted
 from cuewalk.rl.config import ConfigError, load_config
 from cuewalk.rl.data import load_graphs, load_part, rank_of
-from cuewalk.rl.export import ExportError, export_policy
+from cuewalk.rl.export import ExportError, Retriever, export_policy
 from cuewalk.rl.oracle import searching_oracle
 from cuewalk.rl.transcript import TranscriptError
 from cuewalk.rl.vllm_sampler import SamplerError
@@ -29,7 +33,9 @@ DESCRIPTION = """Train a small language model to walk an agent's memory: expand,
   cuewalk train    --config configs/demo.yaml     warm start and GRPO; goes on where it was stopped
   cuewalk evaluate --config configs/demo.yaml     every policy on the held-out conversations, one table
   cuewalk compare  --config configs/demo.yaml     every kind of system of the papers on the same questions, one table
-  cuewalk export   checkpoints/demo policy/       adapter, merged model, policy.json
+  cuewalk export   checkpoints/demo policy/       adapter, merged model, policy.json, model card
+  cuewalk retrieve policy/ checkpoints/memory/NAME "Where was it?"   memories, the walk, and why it stopped
+  cuewalk serve    policy/ checkpoints/memory/NAME    the same for an agent, as an MCP server
   cuewalk build    --config configs/demo.yaml     the memories alone; --check FILE says what a file of yours lacks
   cuewalk download locomo                         public data sets, at a fixed commit, checked by digest
   cuewalk inspect  checkpoints/memory/NAME        what is in one; --query draws the graph around a question
@@ -85,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     train = add(_train, "build memories, warm up on oracle walks, train with GRPO; resumable")
     evaluate = add(_evaluate, "measure all policies on the held-out part; writes evaluation.json, .md and plots")
     evaluate.add_argument("--out", help="folder and name of the files, instead of run_dir/evaluation")
+    train.add_argument("--processes", type=int, default=1, help="so many processes: one a GPU, or on the CPU (1)")
     compare = add(_compare, "measure every kind of system on the same questions; goes on where it was stopped")
     compare.formatter_class, compare.epilog = raw, COMPARE_EXAMPLES
     compare.add_argument("--out", default="docs/results/comparison", help="folder and name of the files")
@@ -116,6 +123,18 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run_dir", help="the run directory of `cuewalk train`")
     export.add_argument("out", help="a new directory")
     export.add_argument("--no-merged", action="store_true", help="leave out the merged model (the adapter is enough)")
+    export.add_argument("--push-to-hub", metavar="OWNER/NAME", help="upload it too; a new repository is private")
+    asking = add(_retrieve, "ask a memory one question, with a trained policy or by plain search")
+    asking.epilog = 'cuewalk retrieve policy/ checkpoints/memory/NAME "Where was the trip?" --budget 4 --json'
+    serving = add(_serve, "serve a memory to agents, over MCP on stdin and stdout; where a walk fails, search answers")
+    serving.epilog = "cuewalk serve policy/ checkpoints/memory/NAME"
+    for command in (asking, serving):
+        command.add_argument("policy", help="what `cuewalk export` wrote, a hub id, or the word search: no policy")
+        command.add_argument("memory", help="a folder with a memory.sqlite")
+        command.add_argument("--server", help="address of `vllm serve POLICY/merged --served-model-name cuewalk`")
+    asking.add_argument("question")
+    asking.add_argument("--budget", type=int, help="what the walk may spend (that of the training)")
+    asking.add_argument("--json", action="store_true", help="print all of it as JSON")
     return parser
 
 
@@ -210,11 +229,33 @@ def _benchmark(options: argparse.Namespace) -> None:
     benchmark(options.parts or list(PARTS), Path(options.out))
 
 
-def _train(options: argparse.Namespace) -> None:
+def launch_command(processes: int, arguments: Sequence[str], gpus: bool) -> list[str]:
+    """Return the command that starts `cuewalk train` so many times: accelerate's on GPUs, torchrun on the CPU.
+
+    On a CPU `accelerate launch` starts one process, whatever it is asked for.
+    """
+    start = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    if gpus:
+        start = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
+        start += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    return [sys.executable, "-m", *start, "-m", "cuewalk.scripts.train", *arguments]
+
+
+def _train(options: argparse.Namespace) -> int | None:
+    if options.processes < 1:
+        raise ConfigError(f"--processes {options.processes}: at least 1")
+    if options.processes > 1:
+        import torch
+
+        gpus = torch.cuda.is_available()
+        command = launch_command(options.processes, ["--config", options.config, *options.overrides], gpus)
+        where = {} if gpus else {"ACCELERATE_USE_CPU": "true"}
+        return subprocess.run(command, env=os.environ | where, check=False).returncode
     from cuewalk.rl.train import train
 
     run = train(load_config(options.config, options.overrides))
     print(f"trained policy in {run}/trained; next: cuewalk evaluate --config {options.config}")
+    return None
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -243,8 +284,39 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
+    from cuewalk.scripts.publish import push_policy, write_card
+
     out = export_policy(options.run_dir, options.out, merged=not options.no_merged)
+    write_card(Path(options.run_dir), out)
     print(f"exported to {out}; use it with cuewalk.rl.Retriever.from_pretrained({str(out)!r})")
+    if options.push_to_hub:
+        print(f"pushed to {push_policy(out, options.push_to_hub)}")
+
+
+def _retriever(options: argparse.Namespace, fallback: Literal["search"] | None) -> Retriever:
+    if options.policy == "search":
+        return Retriever.without_policy()
+    return Retriever.from_pretrained(options.policy, server=options.server, fallback=fallback)
+
+
+def _serve(options: argparse.Namespace) -> None:
+    try:
+        from cuewalk.rl.mcp_server import make_server
+    except ImportError as error:
+        raise ConfigError(f"serving needs the extra: pip install 'cuewalk[mcp]' ({error})") from error
+    make_server(load_graph(options.memory), _retriever(options, "search")).run("stdio")
+
+
+def _retrieve(options: argparse.Namespace) -> None:
+    found = _retriever(options, None).retrieve(load_graph(options.memory), options.question, budget=options.budget)
+    if options.json:
+        print(json.dumps(found.as_dict(), indent=1))
+        return
+    for entry in found.entries:
+        print(f"{entry.id} [{', '.join(map(plain, entry.sources))}]", *map(plain, entry.value.splitlines()), sep="\n  ")
+    for step in found.trajectory.steps if found.trajectory else ():
+        print(f"> {plain(step.text)}   ({step.change.bad or ', '.join(step.change.added) or 'nothing added'})")
+    print(f"Ended: {found.ending}" + (f" ({found.fallback})" if found.fallback else ""))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -255,3 +256,20 @@ def test_an_index_that_is_not_flat_is_kept_beside_its_memory_and_made_anew_when_
     assert other != kept
     with pytest.raises(ValueError, match="memory.index = 'Nonsense' is no FAISS factory string"):
         build_graph(conversation, encoder, replace(config, index="Nonsense")).search("dog", 1)
+
+
+def test_an_index_that_can_not_be_kept_answers_all_the_same(conversation, encoder, tmp_path, monkeypatch, caplog):
+    config = BuildConfig(segment_messages=2, update_threshold=1.01, index="HNSW8")
+    save_graph(build_graph(conversation, encoder, config), tmp_path)
+    expected = load_graph(tmp_path, encoder).search("dog", 3)
+    for kept in tmp_path.glob("*.faiss"):
+        kept.unlink()
+
+    def full(index, name):
+        Path(name).write_bytes(b"half")
+        raise RuntimeError("No space left on device")
+
+    monkeypatch.setattr("cuewalk.memory.index.faiss.write_index", full)
+    assert load_graph(tmp_path, encoder).search("dog", 3) == expected
+    assert "the index is not kept, and built again next time: No space left" in caplog.text
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("memory.sqlite")] == []

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from cuewalk.scripts.cli import main
+from cuewalk.memory import Conversation, Message, SentenceEncoder, build_graph, save_graph
+from cuewalk.scripts.cli import launch_command, main
 from tests.memory.test_extract import serving
 
 ROOT = Path(__file__).parents[2]
@@ -241,8 +243,7 @@ def test_two_processes_make_the_update_of_one(tmp_path, tiny_model):
         folder = tmp_path / str(processes)
         folder.mkdir()
         path = write(folder, tiny_model, **common, grpo=grpo | {"per_device_train_batch_size": 10 // processes})
-        command = ["torch.distributed.run", "--nproc_per_node", str(processes), "--master_addr", "127.0.0.1",
-                   "--master_port", "29517", "scripts/train.py", "--config", str(path)]  # fmt: skip
+        command = ["cuewalk.scripts.cli", "train", "--processes", str(processes), "--config", str(path)]
         done = subprocess.run(
             [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False,
             env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
@@ -252,3 +253,93 @@ def test_two_processes_make_the_update_of_one(tmp_path, tiny_model):
     assert any(tensor.abs().max() > 1e-3 for name, tensor in adapters[1].items() if "lora_B" in name)  # it moved
     for name, tensor in adapters[1].items():
         assert torch.allclose(tensor, adapters[2][name], atol=1e-5), name
+
+
+@pytest.fixture(scope="module")
+def remembered(tmp_path_factory):
+    """Return the folder of a memory of two messages, one of which plays tricks on a terminal."""
+    messages = (
+        Message("1", "Ann", datetime(2024, 5, 1, 12, 0), "I moved to Oslo."),
+        Message("2", "Bob", datetime(2024, 5, 1, 12, 1), "Did your\x1b[2J dog\u202e like the trip?"),
+    )
+    folder = tmp_path_factory.mktemp("memory") / "chat-1"
+    save_graph(build_graph(Conversation("chat-1", messages), SentenceEncoder()), folder)
+    return folder
+
+
+def test_retrieve_answers_without_a_policy_and_says_so(remembered, capsys):
+    assert main(["retrieve", "search", str(remembered), "Where does Ann live?", "--budget", "1"]) == 0
+    assert capsys.readouterr().out == (
+        "e0 [1]\n  Ann (1 May 2024): I moved to Oslo.\ne1 [2]\n  Bob (1 May 2024): Did your[2J dog like the trip?\n"
+        "Ended: search (no policy was given)\n"
+    )
+    assert main(["retrieve", "search", str(remembered), "Where does Ann live?", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [memory["sources"] for memory in found["memories"]] == [["1"], ["2"]] and found["ending"] == "search"
+
+
+def test_retrieve_with_a_policy_prints_the_walk(remembered, tmp_path, tiny_model, capsys):
+    from tests.rl.test_export import finished
+
+    finished(tiny_model, tmp_path)
+    policy = str(tmp_path / "policy")
+    assert main(["export", str(tmp_path / "run"), policy, "--no-merged"]) == 0
+    assert (tmp_path / "policy" / "README.md").read_text().startswith("---\n") and capsys.readouterr().out
+    assert main(["retrieve", policy, str(remembered), "Where does Ann live?"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "e0 [1]" and shown[-1] in ("Ended: malformed", "Ended: budget", "Ended: stopped")
+    assert [line for line in shown if line.startswith("> ")]
+    assert main(["retrieve", policy, str(tmp_path / "nowhere"), "Where?"]) == 2
+    assert "memory.sqlite is missing" in capsys.readouterr().err
+    assert main(["retrieve", policy, str(remembered), "Where?", "--budget", "99"]) == 2
+    assert "budget = 99" in capsys.readouterr().err
+    assert main(["retrieve", policy, str(remembered), "Where?", "--server", "http://127.0.0.1:9"]) == 2
+    assert "Start `vllm serve" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["retrieve", "serve"])
+def test_help_of_what_people_use_gives_an_example(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert f"cuewalk {command} policy/ checkpoints/memory/NAME" in capsys.readouterr().out
+
+
+def test_serving_without_the_extra_says_what_to_install(remembered, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mcp.server", None)
+    monkeypatch.delitem(sys.modules, "cuewalk.rl.mcp_server", raising=False)
+    assert main(["serve", "search", str(remembered)]) == 2
+    assert "pip install 'cuewalk[mcp]'" in capsys.readouterr().err
+
+
+def test_several_processes_are_started_by_accelerate_or_torchrun():
+    asked = ["--config", "a.yaml", "seed=1"]
+    end = ["-m", "cuewalk.scripts.train", *asked]
+    assert launch_command(2, asked, gpus=True) == [
+        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+        "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", *end,
+    ]  # fmt: skip
+    assert launch_command(3, asked, gpus=False) == [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3", *end,
+    ]  # fmt: skip
+    from accelerate.commands.launch import launch_command_parser  # the flags are accelerate's own
+
+    read = launch_command_parser().parse_args(launch_command(2, asked, gpus=True)[3:])
+    assert read.multi_gpu and read.num_processes == 2 and read.module
+    assert (read.training_script, read.training_script_args) == ("cuewalk.scripts.train", asked)
+
+
+def test_train_starts_processes_only_where_several_are_asked_for(tmp_path, tiny_model, capsys, monkeypatch):
+    started = []
+
+    def run(command, env, check):
+        started.append((command, env.get("ACCELERATE_USE_CPU")))
+        return subprocess.CompletedProcess(command, 7)
+
+    path = str(write(tmp_path, tiny_model, model="smolm"))  # refused before any training
+    monkeypatch.setattr("cuewalk.scripts.cli.subprocess.run", run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["train", "--config", path, "seed=1", "--processes", "2", "env.k=1"]) == 7  # the exit status is theirs
+    assert started == [(launch_command(2, ["--config", path, "seed=1", "env.k=1"], gpus=False), "true")]
+    assert main(["train", "--config", path]) == 2
+    assert "unknown model 'smolm'" in capsys.readouterr().err and len(started) == 1
+    assert main(["train", "--config", path, "--processes", "0"]) == 2
