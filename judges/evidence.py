@@ -1,10 +1,8 @@
 """Correctness by evidence: which gold messages a set of entries covers. Offline and deterministic."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
-
-from cuewalk.env.records import Gold, words
+from cuewalk.env.records import Gold
 from cuewalk.memory import MemoryGraph
 
 
@@ -25,12 +23,3 @@ def evidence_recall(graph: MemoryGraph, entries: Iterable[str], gold: Gold) -> f
     if not gold.evidence:
         raise JudgeError("the question has no gold evidence; leave it out, or judge its answer")
     return len(covered(graph, entries) & set(gold.evidence)) / len(gold.evidence)
-
-
-def answer_words(graph: MemoryGraph, entries: Sequence[str], gold: Gold) -> float | None:
-    """Return the share of the gold answer's content words in the text shown; None if it has no content word."""
-    wanted = words(gold.answer) - set(ENGLISH_STOP_WORDS)
-    if not wanted:
-        return None
-    shown = words("\n".join(graph.entries[entry].value for entry in entries))
-    return len(wanted & shown) / len(wanted)

@@ -12,18 +12,16 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 from tqdm import tqdm
 
-from cuewalk.env import DataError, EnvConfig, Expand, Gold, RetrievalEnv, Stop, Tasks
+from cuewalk.env import DataError, EnvConfig, Tasks
 from cuewalk.env.records import words
 from cuewalk.env.state import POOL, first_state
 from cuewalk.judges import covered
 from cuewalk.memory import Link, MemoryGraph
-from cuewalk.rl.baselines import Scripted
 
 FEATURES = (
     "cosine", "place", "search_rank", "nearest", "mean_near", "near_first", "shared_words", "speaker_named", "words",
     "asks_when", "sources", "apart", "apart_from_first",
 )  # fmt: skip
-THRESHOLDS = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5)
 
 
 @dataclass(frozen=True)
@@ -108,22 +106,3 @@ def features(
             *(entry.id in targets for targets in reached),
         ])  # fmt: skip
     return np.array(rows, dtype=np.float64).reshape(len(rows), len(FEATURES) + len(kinds))
-
-
-def expand_likely(ranker: Ranker, threshold: float) -> Scripted:
-    """Return the policy that takes the likeliest candidates from this chance on, at most four at a time.
-
-    Where a ranker ordered the candidates, their chances are those that it gave when they were shown.
-    """
-
-    def policy(env: RetrievalEnv, gold: Gold) -> Expand | Stop:
-        state = env.state
-        shown = [link for _, link in state.frontier]
-        chances = ranker(env.graph, state.query, state.working, shown)
-        if env.rank is not None:
-            chances = np.array([link.score**2 for link in shown])
-        likely = [int(i) for i in np.argsort(-chances, kind="stable") if chances[i] >= threshold]
-        labels = tuple(state.frontier[i][0] for i in likely[: env.affordable])
-        return Expand(labels) if labels else Stop()
-
-    return policy

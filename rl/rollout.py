@@ -7,7 +7,6 @@ from typing import Any, Protocol
 from cuewalk.env import RetrievalEnv, Trajectory
 from cuewalk.env.environment import step_together
 from cuewalk.rl.config import SamplingConfig
-from cuewalk.rl.grammar import allowed_ids
 from cuewalk.rl.sampler import Allowed, fitting_sampler
 from cuewalk.rl.transcript import Chat, TranscriptError
 
@@ -66,7 +65,7 @@ def walk(
     *,
     max_tokens: int,
     seeds: Sequence[int] | None = None,
-    grammar_tokens: int | None = None,
+    allow: Callable[[RetrievalEnv], Allowed] | None = None,
 ) -> list[list[Row]]:
     """Walk all environments to their end, turn by turn.
 
@@ -76,7 +75,7 @@ def walk(
         chat: Turns text into ids.
         max_tokens: Of a transcript.
         seeds: One a group: letters are given out at random; None gives them out in order.
-        grammar_tokens: Decode under the action grammar, an action no longer than this; None decodes freely.
+        allow: What may follow in a state, where decoding is not free.
 
     A TranscriptError if a transcript gets longer than `max_tokens`.
     """
@@ -92,7 +91,7 @@ def walk(
     sampler.begin([row.prompt for row in rows[::copies]], copies)
     live = [row for row in rows if row.env.state.ending is None]  # none with a budget of 0
     while live:
-        rules = None if grammar_tokens is None else [allowed_ids(chat, row.env, grammar_tokens) for row in live]
+        rules = None if allow is None else [allow(row.env) for row in live]
         actions, logps = sampler.act(rules)
         for row, margin in zip(live, sampler.margins, strict=False):
             row.margins.append(margin)
@@ -132,12 +131,15 @@ def enumerate_first(make: Callable[[], RetrievalEnv], size: int, chat: Chat, see
 
 
 def walk_greedily(
-    envs: Sequence[RetrievalEnv], model: Any, chat: Chat, sampling: SamplingConfig, *, grammar: bool = False
+    envs: Sequence[RetrievalEnv],
+    model: Any,
+    chat: Chat,
+    sampling: SamplingConfig,
+    allow: Callable[[RetrievalEnv], Allowed] | None = None,
 ) -> list[Row]:
     """Walk one environment a question as a policy is served: the likeliest actions, letters in order."""
     limit = sampling.max_action_tokens
     stop = (chat.action("STOP")[0], sampling.stop_offset)
-    kind, rules = fitting_sampler(model, sampling.max_tokens), limit if grammar else None
-    sampler = kind(model, chat.end, limit, 0, None, *stop)
-    groups = walk([[env] for env in envs], sampler, chat, max_tokens=sampling.max_tokens, grammar_tokens=rules)
+    sampler = fitting_sampler(model, sampling.max_tokens)(model, chat.end, limit, 0, None, *stop)
+    groups = walk([[env] for env in envs], sampler, chat, max_tokens=sampling.max_tokens, allow=allow)
     return [row for (row,) in groups]

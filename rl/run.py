@@ -82,13 +82,6 @@ class MetricsLog(TrainerCallback):  # type: ignore[misc]
                 file.write(json.dumps(row, default=float) + "\n")
 
 
-def read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], dict[str, float]]:
-    """Return GRPO's lines by step (of a step run twice, the later), and the seconds of each stage."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    steps = {line["step"]: line for line in lines if line["stage"] == "grpo" and "groups/live" in line}
-    return steps, {line["stage"]: line["train_runtime"] for line in lines if "train_runtime" in line}
-
-
 def trainer_defaults(run: Path, stage: str, config: Config) -> dict[str, Any]:
     """Return the trainer settings that are ours to decide; the configuration's own override the rest."""
     # transformers renames it: `activation_checkpointing` from 5.24 on.

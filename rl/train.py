@@ -15,7 +15,6 @@ from trl import SFTConfig
 
 from cuewalk.env.tasks import DataError, select
 from cuewalk.judges import TrajectoryJudge
-from cuewalk.judges.calibrate import by_endpoint, calibrate, wrongly_accepted
 from cuewalk.memory import SentenceEncoder
 from cuewalk.memory.models import load_language_model, load_tokenizer
 from cuewalk.rl.config import Config, ConfigError, check_options
@@ -48,7 +47,6 @@ def train(config: Config) -> Path:
     if config.lora.get("lora_dropout"):
         raise ConfigError("config: lora.lora_dropout must be 0: the sampler and the trainer would see two policies")
     judge = TrajectoryJudge(config.judge)
-    check_judge(config, judge)
     chat = Chat(load_tokenizer(config.model))
     state = PartialState(cpu=not torch.cuda.is_available())
     if config.sampling.engine == "vllm":
@@ -75,23 +73,6 @@ def train(config: Config) -> Path:
     model = load_adapter(config, start, trainable=True) if start.exists() else new_adapter(config)
     train_grpo(config, run, model, Rollouts(config, tasks, memories, chat, judge))
     return run
-
-
-def check_judge(config: Config, judge: TrajectoryJudge) -> None:
-    """Refuse to train on an `llm` judge that takes wrong answers for right: a policy would learn to please it.
-
-    A ConfigError if it accepts more of the wrong answers than `judge.most_wrong`; a JudgeError if its endpoint can't
-    be asked.
-    """
-    if config.judge.correctness != "llm":
-        return
-    rates = calibrate(by_endpoint(judge.correctness), load_part(config.data, "val"), per_kind=20, seed=config.seed)
-    if (share := wrongly_accepted(rates)) > config.judge.most_wrong:
-        raise ConfigError(
-            f"config: the judge {config.judge.llm.model!r} accepts {share:.0%} of the wrong answers, more than "
-            f"judge.most_wrong = {config.judge.most_wrong:.0%} (see `cuewalk calibrate llm`); take a stricter model, "
-            f"or raise judge.most_wrong to train on it all the same"
-        )
 
 
 def new_adapter(config: Config) -> Any:

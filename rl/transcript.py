@@ -1,7 +1,7 @@
 """Observations as token ids: tokenised once, appended only, untrusted text kept from being special tokens."""
 
 from collections.abc import Iterable
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 from cuewalk.env import LABELS
@@ -56,19 +56,6 @@ class Chat:
                 )
             self.letters[label] = ids[0]
         self.verdicts = (self.untrusted(" yes")[-1], self.untrusted(" no")[-1])  # of a line, see Chat.marks
-
-    @cached_property
-    def plain_ids(self) -> list[int]:
-        """Return the ids that may stand in a query: no special token, no line break, whole characters."""
-        special = set(self.tokenizer.all_special_ids)
-        texts = self.tokenizer.batch_decode([[id_] for id_ in range(len(self.tokenizer))])
-        return [i for i, text in enumerate(texts) if i not in special and text.isprintable() and "\ufffd" not in text]
-
-    @cached_property
-    def word_ids(self) -> list[int]:
-        """Return those of `plain_ids` that start a word after a space, as a query's first id must."""
-        texts = self.tokenizer.batch_decode([[id_] for id_ in self.plain_ids])
-        return [id_ for id_, text in zip(self.plain_ids, texts, strict=True) if text[:1] == " " and text[1:2].isalnum()]
 
     def first(self, observation: str) -> list[int]:
         """Return the prompt: the first observation in its turn, up to where the policy speaks."""

@@ -50,6 +50,7 @@ from cuewalk.rl.run import provenance
 from cuewalk.rl.sampler import TransformersSampler
 from cuewalk.rl.train import new_adapter
 from cuewalk.rl.transcript import Chat
+from cuewalk.scripts.grammar import lawful
 from cuewalk.scripts.results import race, table
 
 Row = dict[str, Any]
@@ -345,7 +346,7 @@ def _share(question: Question) -> float:
     walkers = [RetrievalEnv(loaded, question, CONFIG.env) for _ in range(GROUP)]
     sampler = TransformersSampler(policy(), chat().end, 12, 1.0, torch.Generator().manual_seed(0))
     started = time.perf_counter()
-    walk([walkers], sampler, chat(), max_tokens=2048, seeds=[0], grammar_tokens=12)
+    walk([walkers], sampler, chat(), max_tokens=2048, seeds=[0], allow=lawful(chat(), 12))
     whole = time.perf_counter() - started
     loaded = _as_loaded(graph)
     again = [RetrievalEnv(loaded, question, CONFIG.env) for _ in range(GROUP)]
@@ -436,7 +437,7 @@ def serve() -> list[Row]:
         walker = RetrievalEnv(graphs[question.conversation_id], question, CONFIG.env)
         started = time.perf_counter()
         walk([[walker]], TransformersSampler(policy(), chat().end, 12, temperature=0), chat(), max_tokens=2048,
-             grammar_tokens=12)  # fmt: skip
+             allow=lawful(chat(), 12))  # fmt: skip
         parts["whole"].append(time.perf_counter() - started)
     return [{"benchmark": f"serve, {name}", "unit": "s", "ours": statistics.median(kept)}
             for name, kept in parts.items()]  # fmt: skip
@@ -458,8 +459,7 @@ def _sample_alone(times: int) -> float:
     torch.set_num_threads(1)
     groups, model = scripts(1), policy()
     sample_ours(model, groups)
-    seconds = race([partial(sample_ours, model, groups)], times)
-    return GROUP / seconds[0]
+    return GROUP / race([partial(sample_ours, model, groups)], times)[0]
 
 
 PARTS: dict[str, Callable[[], list[Row]]] = {

@@ -14,19 +14,18 @@ from cuewalk.env import DataError, RetrievalEnv
 from cuewalk.env.render import plain
 from cuewalk.env.tasks import PARTS, select
 from cuewalk.judges import JudgeError, TrajectoryJudge
-from cuewalk.judges.calibrate import JUDGES, RIGHT, by_endpoint, by_likelihood, by_score, calibrate
 from cuewalk.judges.trajectory import load_correctness
 from cuewalk.memory import SentenceEncoder, StoreError, load_graph
 from cuewalk.memory.endpoint import EndpointError
 from cuewalk.memory.models import ModelError
 from cuewalk.memory.reader import LocalReader
-from cuewalk.rl.baselines import run_scripted
 from cuewalk.rl.config import ConfigError, load_config
 from cuewalk.rl.data import load_graphs, load_part, rank_of
 from cuewalk.rl.export import ExportError, Retriever, export_policy
-from cuewalk.rl.oracle import searching_oracle
 from cuewalk.rl.transcript import TranscriptError
 from cuewalk.rl.vllm_sampler import SamplerError
+from cuewalk.scripts.baselines import run_scripted, searching_oracle
+from cuewalk.scripts.calibrate import JUDGES, RIGHT, by_endpoint, by_likelihood, by_score, calibrate, check_judge
 
 DESCRIPTION = """Train a small language model to walk an agent's memory: expand, refine or stop, under a budget.
 
@@ -253,7 +252,9 @@ def _train(options: argparse.Namespace) -> int | None:
         return subprocess.run(command, env=os.environ | where, check=False).returncode
     from cuewalk.rl.train import train
 
-    run = train(load_config(options.config, options.overrides))
+    config = load_config(options.config, options.overrides)
+    check_judge(config)
+    run = train(config)
     print(f"trained policy in {run}/trained; next: cuewalk evaluate --config {options.config}")
     return None
 
@@ -301,7 +302,7 @@ def _retriever(options: argparse.Namespace, fallback: Literal["search"] | None) 
 
 def _serve(options: argparse.Namespace) -> None:
     try:
-        from cuewalk.rl.mcp_server import make_server
+        from cuewalk.scripts.mcp_server import make_server
     except ImportError as error:
         raise ConfigError(f"serving needs the extra: pip install 'cuewalk[mcp]' ({error})") from error
     make_server(load_graph(options.memory), _retriever(options, "search")).run("stdio")

@@ -22,18 +22,21 @@ from cuewalk.env.tasks import DataError, select, splits
 from cuewalk.judges import TrajectoryJudge, evidence_recall
 from cuewalk.memory import SentenceEncoder
 from cuewalk.memory.models import decoder_and_head, load_language_model, load_tokenizer
-from cuewalk.rl import baselines
 from cuewalk.rl.config import Config, ConfigError, config_tree
 from cuewalk.rl.data import Memories, load_graphs, load_part, rank_of
 from cuewalk.rl.export import GRAMMAR
-from cuewalk.rl.oracle import oracle_action, searching_oracle
-from cuewalk.rl.ranker import THRESHOLDS, Ranker, expand_likely
+from cuewalk.rl.oracle import oracle_action
+from cuewalk.rl.ranker import Ranker
 from cuewalk.rl.rollout import walk_greedily
-from cuewalk.rl.run import provenance, read_metrics
+from cuewalk.rl.run import provenance
 from cuewalk.rl.transcript import Chat
+from cuewalk.scripts import baselines
+from cuewalk.scripts.baselines import THRESHOLDS, expand_likely, searching_oracle
 from cuewalk.scripts.curve import OFFSETS, Record, Served, choose_offset, cut, record, stopping
+from cuewalk.scripts.grammar import lawful
 from cuewalk.scripts.measures import EQUAL_ENTRIES, measure_entries, measure_walk
 from cuewalk.scripts.paired import compare
+from cuewalk.scripts.results import read_metrics
 
 Found = tuple[Sequence[str] | Trajectory, int]
 """A working set, or a walk and the set it ended with; and the tokens of the language model, 0 without one."""
@@ -124,7 +127,9 @@ class Bench:
     def serve(self, model: Any, grammar: bool, questions: Sequence[Question]) -> list[Found]:
         """Retrieve by a policy with a language model, as it is served."""
         envs = [self.memories.env(question) for question in questions]
-        rows = walk_greedily(envs, model, self.chat, self.config.sampling, grammar=grammar)
+        sampling = self.config.sampling
+        allow = lawful(self.chat, sampling.max_action_tokens) if grammar else None
+        rows = walk_greedily(envs, model, self.chat, sampling, allow)
         return [(row.trajectory, len(row.prompt) + len(row.completion)) for row in rows]
 
     def curves(self, policy: str, model: Any, questions: Sequence[Question]) -> dict[str, Served]:
@@ -328,7 +333,7 @@ def nearest_threshold(val: Bench) -> float:
     def off(threshold: float) -> float:
         return abs(float(np.mean([adaptive_count(own, threshold) for own in scores])) - EQUAL_ENTRIES)
 
-    return min(np.arange(0.1, 0.9, 0.02).tolist(), key=off)
+    return float(min(np.arange(0.1, 0.9, 0.02), key=off))
 
 
 def choose_threshold(ranker: Ranker, val: Tasks, memories: Memories, judge: TrajectoryJudge) -> float:

@@ -21,13 +21,14 @@ from tqdm import tqdm
 from cuewalk.env import EnvConfig, Gold, Question, RetrievalEnv, Tasks, format_action, load_locomo
 from cuewalk.env.own import load_synthetic
 from cuewalk.env.tasks import CATEGORIES, select
-from cuewalk.judges import PRESETS, JudgeConfig, TrajectoryJudge, answer_words, covered, evidence_recall
-from cuewalk.judges.calibrate import by_likelihood, by_score, calibrate
+from cuewalk.judges import PRESETS, JudgeConfig, TrajectoryJudge, covered, evidence_recall
 from cuewalk.memory import Entry, MemoryGraph, SentenceEncoder, build_graph
 from cuewalk.memory.models import load_tokenizer
 from cuewalk.memory.reader import LocalReader
-from cuewalk.rl.oracle import searching_oracle
-from cuewalk.rl.ranker import expand_likely, fit_ranker
+from cuewalk.rl.ranker import fit_ranker
+from cuewalk.scripts.baselines import expand_likely, searching_oracle
+from cuewalk.scripts.calibrate import by_likelihood, by_score, calibrate
+from cuewalk.scripts.measures import answer_words
 from cuewalk.scripts.results import measure, table
 
 SCORES = ("answer_em", "answer_f1", "answer_f1_xmemory", "bleu1", "rouge_l")

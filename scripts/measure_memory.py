@@ -27,8 +27,8 @@ from cuewalk.memory.groups import GroupConfig, Groups, objective
 from cuewalk.memory.hierarchy import expand_while_surer, select_backbone
 from cuewalk.memory.models import load_tokenizer
 from cuewalk.memory.reader import LocalReader
-from cuewalk.rl.baselines import run_scripted
 from cuewalk.rl.oracle import oracle_action
+from cuewalk.scripts.baselines import run_scripted
 from cuewalk.scripts.inspection import describe
 from cuewalk.scripts.paired import compare
 from cuewalk.scripts.results import measure, table

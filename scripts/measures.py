@@ -3,10 +3,12 @@
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 from sklearn.metrics import ndcg_score
 
 from cuewalk.env import Gold, Question, Trajectory
-from cuewalk.judges import answer_words, covered, evidence_recall, redundancy
+from cuewalk.env.records import words
+from cuewalk.judges import covered, evidence_recall, redundancy
 from cuewalk.memory import MemoryGraph
 
 EQUAL_ENTRIES = 8
@@ -81,3 +83,12 @@ def measure_walk(graph: MemoryGraph, trajectory: Trajectory, gold: Gold, reward:
         "complete_at_start": float(solved),
         **{f"ended_{ending}": float(trajectory.ending == ending) for ending in ("stopped", "budget", "malformed")},
     }
+
+
+def answer_words(graph: MemoryGraph, entries: Sequence[str], gold: Gold) -> float | None:
+    """Return the share of the gold answer's content words in the text shown; None if it has no content word."""
+    wanted = words(gold.answer) - set(ENGLISH_STOP_WORDS)
+    if not wanted:
+        return None
+    shown = words("\n".join(graph.entries[entry].value for entry in entries))
+    return len(wanted & shown) / len(wanted)

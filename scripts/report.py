@@ -12,8 +12,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from cuewalk.env.tasks import CATEGORIES
-from cuewalk.rl.run import read_metrics
-from cuewalk.scripts.results import markdown_table
+from cuewalk.scripts.results import markdown_table, read_metrics
 
 COLUMNS = {
     "recall_at_8": "recall@8",

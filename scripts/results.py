@@ -48,6 +48,13 @@ def measure(
         print(f"{section}: written to {path}", flush=True)
 
 
+def read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], dict[str, float]]:
+    """Return GRPO's lines by step (of a step run twice, the later), and the seconds of each stage."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    steps = {line["step"]: line for line in lines if line["stage"] == "grpo" and "groups/live" in line}
+    return steps, {line["stage"]: line["train_runtime"] for line in lines if "train_runtime" in line}
+
+
 def race(tasks: Sequence[Callable[[], Any]], times: int) -> list[float]:
     """Run the tasks in turns, `times` rounds; return each one's median in seconds."""
     seconds: list[list[float]] = [[] for _ in tasks]

@@ -19,13 +19,13 @@ from cuewalk.memory.config import ModelConfig
 from cuewalk.memory.endpoint import Endpoint
 from cuewalk.memory.models import load_tokenizer
 from cuewalk.memory.reader import LocalReader
-from cuewalk.rl import baselines
 from cuewalk.rl.config import Config, ConfigError, check_options
 from cuewalk.rl.data import Memories, load_graphs, load_part, rank_of
-from cuewalk.rl.oracle import searching_oracle
-from cuewalk.rl.ranker import Ranker, expand_likely
+from cuewalk.rl.ranker import Ranker
 from cuewalk.rl.transcript import Chat
+from cuewalk.scripts import baselines
 from cuewalk.scripts import retrievers as kinds
+from cuewalk.scripts.baselines import expand_likely, searching_oracle
 from cuewalk.scripts.blocks import Retrieve
 from cuewalk.scripts.evaluate import TOP_K, choose_threshold
 from cuewalk.scripts.walkers import PromptedPolicy, TrainedPolicy, Walker

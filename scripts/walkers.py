@@ -10,10 +10,10 @@ from pydantic import BaseModel
 from cuewalk.env import EnvConfig, Gold, Question, Rank, RetrievalEnv, Trajectory
 from cuewalk.memory import MemoryGraph
 from cuewalk.memory.endpoint import Endpoint, ReplyError, data_line, fill
-from cuewalk.rl.baselines import Scripted, run_scripted
 from cuewalk.rl.config import SamplingConfig
 from cuewalk.rl.rollout import walk_greedily
 from cuewalk.rl.transcript import Chat
+from cuewalk.scripts.baselines import Scripted, run_scripted
 from cuewalk.scripts.blocks import Retrieved, entry_blocks
 
 NO_GOLD = Gold("", (), 0)

@@ -11,7 +11,6 @@ from cuewalk.judges import (
     JudgeConfig,
     JudgeError,
     TrajectoryJudge,
-    answer_words,
     covered,
     evidence_recall,
     redundancy,
@@ -19,6 +18,7 @@ from cuewalk.judges import (
 from cuewalk.judges.correctness import by_evidence
 from cuewalk.judges.trajectory import load_correctness
 from cuewalk.memory.config import ModelConfig
+from cuewalk.scripts.measures import answer_words
 
 
 def walked(question, first=("e0",), added=(), ending=Ending.STOPPED, bad=0):

@@ -306,7 +306,7 @@ def test_help_of_what_people_use_gives_an_example(command, capsys):
 
 def test_serving_without_the_extra_says_what_to_install(remembered, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp.server", None)
-    monkeypatch.delitem(sys.modules, "cuewalk.rl.mcp_server", raising=False)
+    monkeypatch.delitem(sys.modules, "cuewalk.scripts.mcp_server", raising=False)
     assert main(["serve", "search", str(remembered)]) == 2
     assert "pip install 'cuewalk[mcp]'" in capsys.readouterr().err
 

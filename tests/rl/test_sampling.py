@@ -13,6 +13,7 @@ from cuewalk.rl.rollout import walk
 from cuewalk.rl.sampler import PlainSampler, TransformersSampler, fitting_sampler
 from cuewalk.rl.scoring import score_actions, score_plainly, shares_prompts
 from cuewalk.rl.transcript import TranscriptError
+from cuewalk.scripts.grammar import lawful
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +199,7 @@ def test_a_walk_keeps_sampled_ids_and_masks_observations(model, chat, graph, que
     rules = EnvConfig(k=1, budget=3, frontier_cap=3, new_lines=1)
     envs = [[RetrievalEnv(graph, question, rules) for _ in range(3)]]
     sampler = TransformersSampler(model, chat.end, 24, 1.0, torch.Generator().manual_seed(0))
-    ((*rows,),) = walk(envs, sampler, chat, seeds=[7], max_tokens=2048, grammar_tokens=24)
+    ((*rows,),) = walk(envs, sampler, chat, seeds=[7], max_tokens=2048, allow=lawful(chat, 24))
     assert len({tuple(row.prompt) for row in rows}) == 1  # one state, one prompt
     for row, env in zip(rows, envs[0], strict=True):
         assert len(row.completion) == len(row.mask) == len(row.logps)

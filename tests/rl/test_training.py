@@ -16,15 +16,15 @@ from cuewalk.env import EnvConfig, Expand, Gold, Question, RetrievalEnv, Stop, T
 from cuewalk.judges import JudgeConfig, JudgeError, TrajectoryJudge, Verdict
 from cuewalk.memory import BuildConfig, Conversation, Message, build_graph
 from cuewalk.rl import Config
-from cuewalk.rl.baselines import run_scripted
 from cuewalk.rl.config import ConfigError, SamplingConfig, WarmStartConfig
 from cuewalk.rl.data import Memories
 from cuewalk.rl.grpo import Group, Rollouts, WalkTrainer, prepare_arguments, summarise, train_grpo
-from cuewalk.rl.oracle import oracle_action, searching_oracle
+from cuewalk.rl.oracle import oracle_action
 from cuewalk.rl.rollout import Row
 from cuewalk.rl.run import last_step
 from cuewalk.rl.train import new_adapter
 from cuewalk.rl.warm_start import _filled, _targets, collate, teach_rows, teach_scores, warm_start
+from cuewalk.scripts.baselines import run_scripted, searching_oracle
 from tests.conftest import at
 
 RULES = EnvConfig(k=1, budget=3, frontier_cap=4, new_lines=1)

@@ -3,9 +3,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuewalk.env import LABELS, EnvConfig, RetrievalEnv
-from cuewalk.rl.grammar import allowed_ids
 from cuewalk.rl.rollout import walk
 from cuewalk.rl.transcript import Chat, TranscriptError
+from cuewalk.scripts.grammar import allowed_ids, plain_ids
 
 
 def test_a_prompt_is_what_the_chat_template_gives(chat):
@@ -67,7 +67,7 @@ def test_the_grammar_admits_legal_actions_only(chat, graph, question):
     assert allowed([*expand, *letters[:2]]) == [chat.end]  # the budget is 2
     assert allowed(stop[:-1]) == [chat.end]
     words = allowed(refine)
-    assert chat.end not in words and set(words) <= set(chat.word_ids)
+    assert chat.end not in words and set(words) <= set(plain_ids(chat, opening=True))
     assert chat.end in allowed([*refine, words[0]])
     assert allowed([*refine, *words[: 23 - len(refine)]]) == [chat.end]
     assert not set(allowed([*refine, words[0]])) & (set(chat.tokenizer.all_special_ids) - {chat.end})

@@ -13,12 +13,14 @@ from cuewalk.env import EnvConfig, Gold, Question, RetrievalEnv, Tasks
 from cuewalk.judges import TrajectoryJudge
 from cuewalk.memory import Link
 from cuewalk.memory.models import load_language_model
-from cuewalk.rl import Config, baselines
+from cuewalk.rl import Config
 from cuewalk.rl.config import SamplingConfig
 from cuewalk.rl.data import Memories
 from cuewalk.rl.oracle import oracle_action
-from cuewalk.rl.ranker import FEATURES, Ranker, expand_likely, features, fit_ranker
+from cuewalk.rl.ranker import FEATURES, Ranker, features, fit_ranker
 from cuewalk.rl.rollout import walk_greedily
+from cuewalk.scripts import baselines
+from cuewalk.scripts.baselines import expand_likely
 from cuewalk.scripts.curve import Record, Served, choose_offset, cut, record, stopping
 from cuewalk.scripts.evaluate import (
     COLUMNS,
@@ -30,6 +32,7 @@ from cuewalk.scripts.evaluate import (
     other_question,
     summarise,
 )
+from cuewalk.scripts.grammar import lawful
 from cuewalk.scripts.measures import measure_entries, measure_walk
 from cuewalk.scripts.paired import compare
 from cuewalk.scripts.report import markdown
@@ -291,15 +294,15 @@ def test_every_cut_of_one_walk_is_the_walk_the_policy_takes_with_that_offset(
     rules = EnvConfig(k=1, budget=6, frontier_cap=4, new_lines=1)
     others = [question, Question("toy:2", "toy", "Who has a garden?")]
     make = lambda: [RetrievalEnv(graph, asked, rules) for asked in others]  # noqa: E731
-    lawful = partial(walk_greedily, grammar=True)
-    monkeypatch.setattr("cuewalk.scripts.curve.walk_greedily", lawful)
+    lawfully = partial(walk_greedily, allow=lawful(chat, 8))
+    monkeypatch.setattr("cuewalk.scripts.curve.walk_greedily", lawfully)
     kept = record(make(), model, chat, SamplingConfig(max_action_tokens=8))
     served = [cut(walk, lambda place=place: make()[place]) for place, walk in enumerate(kept)]
     margins = sorted(margin for walk in served for margin in walk.margins)
     between = [(a + b) / 2 for a, b in itertools.pairwise(margins)]
     seen = set()
     for offset in [0.0, -min(margins) + 1, -max(margins) - 1, *(-middle for middle in between)]:
-        rows = lawful(make(), model, chat, SamplingConfig(max_action_tokens=8, stop_offset=offset))
+        rows = lawfully(make(), model, chat, SamplingConfig(max_action_tokens=8, stop_offset=offset))
         for row, walk in zip(rows, served, strict=True):
             place = walk.place(offset)
             assert row.trajectory == walk.walks[place]

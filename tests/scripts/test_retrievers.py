@@ -14,10 +14,10 @@ from cuewalk.memory.config import ModelConfig
 from cuewalk.memory.endpoint import Endpoint, EndpointError
 from cuewalk.memory.groups import GroupConfig
 from cuewalk.memory.models import load_language_model
-from cuewalk.rl import baselines
 from cuewalk.rl.config import SamplingConfig
-from cuewalk.rl.oracle import searching_oracle
+from cuewalk.scripts import baselines
 from cuewalk.scripts import retrievers as kinds
+from cuewalk.scripts.baselines import searching_oracle
 from cuewalk.scripts.blocks import Block, Piece, Retrieved, cover_answer, entry_blocks, measure_blocks, message_block
 from cuewalk.scripts.measures import measure_entries
 from cuewalk.scripts.walkers import NO_GOLD, PromptedPolicy, TrainedPolicy, Walker

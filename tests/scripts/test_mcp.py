@@ -14,7 +14,7 @@ from mcp import Client, StdioServerParameters
 
 from cuewalk.memory import Conversation, Message, SentenceEncoder, build_graph, save_graph
 from cuewalk.rl import Retriever
-from cuewalk.rl.mcp_server import make_server
+from cuewalk.scripts.mcp_server import make_server
 
 pytestmark = pytest.mark.extras
 

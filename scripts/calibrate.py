@@ -12,9 +12,12 @@ from tqdm import tqdm
 from cuewalk.env.records import Gold, Question, Tasks, words
 from cuewalk.judges.answers import score_answer
 from cuewalk.judges.correctness import ByEndpoint, ByReader, Correctness
+from cuewalk.judges.trajectory import load_correctness
 from cuewalk.memory import MemoryGraph
 from cuewalk.memory.reader import LocalReader
 from cuewalk.memory.records import MONTHS, format_date
+from cuewalk.rl.config import Config, ConfigError
+from cuewalk.rl.data import load_part
 
 Accepts = Callable[[Question, str, Gold], bool]
 """(question, answer, gold) -> whether the judge takes the answer for right."""
@@ -95,6 +98,24 @@ def calibrate(accepts: Accepts, tasks: Tasks, per_kind: int = 50, seed: int = 0)
         counts[kind][0] += 1
         counts[kind][1] += accepts(question, answer, tasks.gold[question.id])
     return [Rate(kind, n, accepted) for kind, (n, accepted) in counts.items()]
+
+
+def check_judge(config: Config) -> None:
+    """Refuse to train on an `llm` judge that takes wrong answers for right: a policy would learn to please it.
+
+    A ConfigError if it accepts more of the wrong answers than `judge.most_wrong`; a JudgeError if its endpoint can't
+    be asked.
+    """
+    if config.judge.correctness != "llm":
+        return
+    accepts = by_endpoint(load_correctness(config.judge))
+    rates = calibrate(accepts, load_part(config.data, "val"), per_kind=20, seed=config.seed)
+    if (share := wrongly_accepted(rates)) > config.judge.most_wrong:
+        raise ConfigError(
+            f"config: the judge {config.judge.llm.model!r} accepts {share:.0%} of the wrong answers, more than "
+            f"judge.most_wrong = {config.judge.most_wrong:.0%} (see `cuewalk calibrate llm`); take a stricter model, "
+            f"or raise judge.most_wrong to train on it all the same"
+        )
 
 
 def by_score(name: str, least: float = 0.5) -> Accepts:

@@ -4,12 +4,31 @@ Never used in training: with a grammar a cold policy's gradient would be the gra
 """
 
 from collections.abc import Callable
+from functools import cache, partial
 
 from cuewalk.env import RetrievalEnv
+from cuewalk.rl.sampler import Allowed
 from cuewalk.rl.transcript import Chat
 
 
-def allowed_ids(chat: Chat, env: RetrievalEnv, max_action_tokens: int) -> Callable[[list[int]], list[int] | None]:
+@cache
+def plain_ids(chat: Chat, opening: bool) -> list[int]:
+    """Return the ids that may stand in a query: no special token, no line break, whole characters.
+
+    The `opening` one starts a word after a space.
+    """
+    special = set(chat.tokenizer.all_special_ids)
+    texts = chat.tokenizer.batch_decode([[id_] for id_ in range(len(chat.tokenizer))])
+    plain = {i: t for i, t in enumerate(texts) if i not in special and t.isprintable() and "\ufffd" not in t}
+    return [i for i, text in plain.items() if not opening or (text[:1] == " " and text[1:2].isalnum())]
+
+
+def lawful(chat: Chat, max_action_tokens: int) -> Callable[[RetrievalEnv], Allowed]:
+    """Return what `walk` asks in each state, see `allowed_ids`."""
+    return partial(allowed_ids, chat, max_action_tokens=max_action_tokens)
+
+
+def allowed_ids(chat: Chat, env: RetrievalEnv, max_action_tokens: int) -> Allowed:
     """Return what may follow an action's ids in this state: legal letters, affordable lengths, free queries.
 
     The last id of a query of `max_action_tokens` must be the end of turn.
@@ -31,8 +50,7 @@ def allowed_ids(chat: Chat, env: RetrievalEnv, max_action_tokens: int) -> Callab
             if len(ids) >= max_action_tokens - 1:
                 return [chat.end]
             written = len(ids) > len(refine)
-            words = chat.plain_ids if written else chat.word_ids
-            return [*words, *([chat.end] if written else [])]
+            return [*plain_ids(chat, opening=not written), *([chat.end] if written else [])]
         following = {opening[len(ids)] for opening in openings if opening[: len(ids)] == ids}
         return sorted(following - (ends - {chat.end}))
 

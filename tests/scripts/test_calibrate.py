@@ -5,8 +5,8 @@ import pytest
 from cuewalk.env import Gold, Question, Tasks
 from cuewalk.env.own import load_synthetic
 from cuewalk.judges.answers import score_answer
-from cuewalk.judges.calibrate import RIGHT, WRONG, calibrate, make_answers, wrongly_accepted
 from cuewalk.memory import Conversation, Message
+from cuewalk.scripts.calibrate import RIGHT, WRONG, calibrate, make_answers, wrongly_accepted
 
 
 @pytest.fixture(scope="module")
