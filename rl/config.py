@@ -60,7 +60,7 @@ class WarmStartConfig:
     picks: Annotated[int, Field(ge=1, le=MAX_EXPAND)] = 1
     #: Weight of a second loss: at the end of each candidate's line, whether it holds missing evidence. A row has one
     #: such label a line, and one to four letters.
-    pointwise: Annotated[float, Field(ge=0)] = 0.3
+    pointwise: Annotated[float, Field(ge=0)] = 1.0
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
