@@ -126,13 +126,53 @@ GOLDEN = [
     ),
     *(" best", " first", ";", " REF", "INE", " and", " a", " new", " search", ";", " or", " ST", "OP", ".", "\n"),
     *("Question", ":", " When", " did", " the", " dog", " come", " back", "?", "\n"),
-    *("Read", ":", "\n", "-", " Ann", " ", "1", " May", " ", "2", "4", ":", " The", " dog", " ran", " away", "\n"),
+    *(
+        "Read",
+        ":",
+        "\n",
+        "-",
+        " ",
+        "9",
+        " Ann",
+        " ",
+        "1",
+        " May",
+        " ",
+        "2",
+        "4",
+        ":",
+        " The",
+        " dog",
+        " ran",
+        " away",
+        "\n",
+    ),
     *("Cand", "idates", ":", "\n", "Bob", ":", " The", " dog", " likes", " the", " garden", " ", "7", "m", " A", "\n"),
     *("Bob", ":", " He", " came", " back", " on", " Tuesday", " ", "0", "e", " B", "\n"),
     *("EXP", "AND", " costs", " ", "1", " a", " letter", ",", " REF", "INE", " ", "1", ",", " ST", "OP", " ", "0", "."),
     *(" Budget", " ", "2", ".", "<|im_end|>", "\n", "<|im_start|>", "ass", "istant", "\n"),
     *("EXP", "AND", " A", "<|im_end|>"),  # the policy's: 4 tokens
-    *("\n", "<|im_start|>", "user", "\n", "Read", ":", "\n", "-", " Bob", " ", "8", " May", " ", "2", "4", ":", " The"),
+    *(
+        "\n",
+        "<|im_start|>",
+        "user",
+        "\n",
+        "Read",
+        ":",
+        "\n",
+        "-",
+        " ",
+        "7",
+        " Bob",
+        " ",
+        "8",
+        " May",
+        " ",
+        "2",
+        "4",
+        ":",
+        " The",
+    ),
     *(
         " dog",
         " likes",
@@ -192,11 +232,11 @@ class Says:
 
 
 def test_a_walk_worked_by_hand_token_by_token(graph, question, chat):
-    """W0 is e0 (dog); F0 its nearest, e5 (cosine .71: digit 7), and e1 of its segment. A brings e5, of s3, and from
+    """W0 is e0 (dog); F0 its nearest, e5 (cosine .71: digit 7, read or not), and e1 of its segment. A brings e5, of s3, and from
     the segment before that e4."""
     env = RetrievalEnv(graph, question, EnvConfig(k=1, budget=2, frontier_cap=2, new_lines=1))
     ((row,),) = walk([[env]], Says(chat, "EXPAND A", "STOP"), chat, max_tokens=2048)
     assert chat.tokenizer.batch_decode([[id_] for id_ in (*row.prompt, *row.completion)]) == GOLDEN
-    assert row.completion[:4] == chat.action("EXPAND A") and row.mask == [1] * 4 + [0] * 48 + [1] * 2
+    assert row.completion[:4] == chat.action("EXPAND A") and row.mask == [1] * 4 + [0] * 50 + [1] * 2
     assert [logp == 0 for logp in row.logps] == [not kept for kept in row.mask]
     assert row.trajectory.working == ("e0", "e5") and row.trajectory.budget == 2

@@ -33,7 +33,7 @@ def toy(id_, split):
             "category": 1,
         },
         {"id": "2", "text": "Where is the piano?", "answer": "in the garden", "evidence": ["m3"], "category": 4},
-        {"id": "3", "text": "Who?", "answer": "Ann", "evidence": []},
+        {"id": "3", "text": "Who?", "answer": "Zoe", "evidence": []},
     ]
     return {"id": id_, "split": split, "messages": said, "questions": asked}
 
@@ -71,7 +71,7 @@ def written(out) -> dict[str, Path]:
 def test_the_result_has_the_one_form_and_exact_values(config, tmp_path):
     result = compare(config, tmp_path / "toy")
     assert {"name", "command", "commit", "seeds", "versions", "data", "rows", "comparisons"} <= result.keys()
-    assert result["data"] == {"dataset": "json", "split": "test", "n": 4, "n_part": 4, "n_clean": 4}
+    assert result["data"] == {"dataset": "json", "split": "test", "n": 4, "n_part": 4, "n_clean": 4, "n_silver": 0}
     assert [row["policy"] for row in result["rows"]] == list(SOME)
     whole = rows_of(result, "full_context")
     assert (whole["evidence_recall"], whole["entries"], whole["blocks"], whole["failed"]) == (1.0, 6.0, 4.0, 0)
