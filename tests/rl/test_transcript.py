@@ -232,8 +232,10 @@ class Says:
 
 
 def test_a_walk_worked_by_hand_token_by_token(graph, question, chat):
-    """W0 is e0 (dog); F0 its nearest, e5 (cosine .71: digit 7, read or not), and e1 of its segment. A brings e5, of s3, and from
-    the segment before that e4."""
+    """W0 is e0 (dog); F0 its nearest, e5 (cosine .71: digit 7), and e1 of its segment.
+
+    A brings e5, of s3, and from the segment before that e4.
+    """
     env = RetrievalEnv(graph, question, EnvConfig(k=1, budget=2, frontier_cap=2, new_lines=1))
     ((row,),) = walk([[env]], Says(chat, "EXPAND A", "STOP"), chat, max_tokens=2048)
     assert chat.tokenizer.batch_decode([[id_] for id_ in (*row.prompt, *row.completion)]) == GOLDEN
