@@ -45,14 +45,25 @@ DESCRIPTION = """Train a small language model to walk an agent's memory: expand,
 Any setting can be overridden after the command: env.budget=4 grpo.max_steps=50 run_dir=checkpoints/mine
 """
 
-COMPARE_EXAMPLES = """examples:
-  cuewalk compare --config configs/demo.yaml --out checkpoints/demo/comparison
-  cuewalk compare --config configs/locomo_cpu.yaml evaluation.part=val compare.systems='[top_k=8, pagerank, oracle]'
-  cuewalk compare --config configs/demo.yaml compare.reader=smollm2-135m compare.questions=50
-  cuewalk compare --config configs/demo.yaml 'compare.endpoint={base_url: http://localhost:8000/v1, model: qwen}'
-
-Each system's measures are kept in OUT.rows, a file a system; a later start runs what is missing or failed there.
-"""
+EXAMPLES = {
+    "build": ("--config configs/demo.yaml", "--check my-chats.jsonl"),
+    "train": ("--config configs/demo.yaml", "--config configs/demo.yaml grpo.max_steps=50 run_dir=checkpoints/mine",
+              "--config configs/locomo_cpu.yaml --processes 2"),
+    "evaluate": ("--config configs/demo.yaml", "--config configs/locomo_cpu.yaml evaluation.part=val"),
+    "compare": ("--config configs/demo.yaml --out checkpoints/comparison",
+                "--config configs/locomo_cpu.yaml compare.questions=200",
+                "--config configs/demo.yaml 'compare.systems=[top_k=8, pagerank, oracle]' compare.reader=smollm2-135m",
+                "--join docs/results/comparison_locomo docs/results/comparison_synthetic"),
+    "play": ("--config configs/demo.yaml", "--config configs/demo.yaml --question 3 env.budget=2"),
+    "calibrate": ("answer_f1 --config configs/demo.yaml", "llm --config configs/demo.yaml judge.llm.model=my-model"),
+    "benchmark": ("sample train", "search --out checkpoints/speed"),
+    "download": ("locomo --to data",),
+    "inspect": ('checkpoints/memory/NAME --query "Where was the trip?"',),
+    "export": ("checkpoints/demo my-policy", "checkpoints/demo my-policy --push-to-hub owner/name"),
+    "retrieve": ('my-policy checkpoints/memory/NAME "Where was the trip?" --budget 4 --json',
+                 'search checkpoints/memory/NAME "Where was the trip?"'),
+    "serve": ("my-policy checkpoints/memory/NAME",),
+}  # fmt: skip
 
 MENDABLE = (
     ConfigError, DataError, EndpointError, ExportError, JudgeError, ModelError, SamplerError, StoreError,
@@ -81,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(run: Callable[[argparse.Namespace], int | None], text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(run.__name__.strip("_"), help=text, description=text)
+        name = run.__name__.strip("_")
+        examples = "\n".join(["examples:", *(f"  cuewalk {name} {example}" for example in EXAMPLES[name])])
+        command = commands.add_parser(name, help=text, description=text, epilog=examples, formatter_class=raw)
         command.set_defaults(run=run)
         return command
 
@@ -92,15 +105,15 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--out", help="folder and name of the files, instead of run_dir/evaluation")
     train.add_argument("--processes", type=int, default=1, help="so many processes: one a GPU, or on the CPU (1)")
     compare = add(_compare, "measure every kind of system on the same questions; goes on where it was stopped")
-    compare.formatter_class, compare.epilog = raw, COMPARE_EXAMPLES
     compare.add_argument("--out", default="docs/results/comparison", help="folder and name of the files")
+    compare.add_argument("--join", nargs="+", metavar="OUT", help="measure nothing: put these results into one")
     play = add(_play, "walk a memory in the terminal; type EXPAND A, REFINE words, STOP")
     play.add_argument("--question", type=int, default=0, help="its number among the validation questions")
     asked = add(_calibrate, "ask a judge about right and wrong answers made from the validation questions")
     asked.add_argument("judge", choices=JUDGES, help="whose acceptance is measured; llm: see judge.llm")
     asked.add_argument("--per-kind", type=int, default=50, help="answers of each kind at most (50)")
     for command in (build, train, evaluate, compare, play, asked):
-        needed = command is not build
+        needed = command not in (build, compare)
         command.add_argument("--config", required=needed, help="a YAML file, such as configs/demo.yaml")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to override")
     timed = add(_benchmark, "measure speed beside the usual way and the floor, into docs/results/speed.{json,md}")
@@ -124,9 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--no-merged", action="store_true", help="leave out the merged model (the adapter is enough)")
     export.add_argument("--push-to-hub", metavar="OWNER/NAME", help="upload it too; a new repository is private")
     asking = add(_retrieve, "ask a memory one question, with a trained policy or by plain search")
-    asking.epilog = 'cuewalk retrieve policy/ checkpoints/memory/NAME "Where was the trip?" --budget 4 --json'
     serving = add(_serve, "serve a memory to agents, over MCP on stdin and stdout; where a walk fails, search answers")
-    serving.epilog = "cuewalk serve policy/ checkpoints/memory/NAME"
     for command in (asking, serving):
         command.add_argument("policy", help="what `cuewalk export` wrote, a hub id, or the word search: no policy")
         command.add_argument("memory", help="a folder with a memory.sqlite")
@@ -273,9 +284,14 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    from cuewalk.scripts.compare_report import COST, FOUND, known_columns, write_comparison
+    from cuewalk.scripts.compare_report import COST, FOUND, join_comparisons, known_columns, write_comparison
     from cuewalk.scripts.report import table
 
+    if options.join:
+        print("Written:", *join_comparisons([Path(part) for part in options.join], Path(options.out)), sep="\n  ")
+        return
+    if not options.config:
+        raise ConfigError("give --config FILE to compare, or --join OUT OUT to put results into one")
     result, paths = write_comparison(load_config(options.config, options.overrides), Path(options.out))
     columns = FOUND | {key: COST[key] for key in ("entries", "context_tokens", "inference_tokens")}
     print(table(result["rows"], known_columns(columns, result["rows"])))

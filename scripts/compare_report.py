@@ -10,12 +10,14 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from cuewalk.env import DataError
 from cuewalk.env.tasks import CATEGORIES
 from cuewalk.rl.config import Config
+from cuewalk.rl.run import provenance
 from cuewalk.scripts.compare import compare, replay
 from cuewalk.scripts.report import table
 from cuewalk.scripts.results import markdown_table
-from cuewalk.scripts.viewer import describe_walk, write_html
+from cuewalk.scripts.viewer import describe_walk, read_walks, write_html
 
 FOUND = {
     "recall_at_8": "recall@8", "recall_at_300t": "recall@300t", "evidence_recall": "recall", "precision": "precision",
@@ -45,6 +47,48 @@ def write_comparison(config: Config, out: Path) -> tuple[dict[str, Any], list[Pa
     shown = replay(config, out)
     walks = [describe_walk(w.system, w.trajectory, w.graph, w.question, w.gold, w.verdict) for w in shown]
     return result, [*paths, write_html(result, walks, page)]
+
+
+def join_comparisons(parts: Sequence[Path], out: Path) -> list[Path]:
+    """Put results of several data sets into one: `out.json`, `out.md` with a short table each, and one page.
+
+    `parts` are folder and name, as `--out` gave them; the walks of their pages beside them come along. A DataError
+    where one is missing.
+    """
+    if missing := [part for part in parts if not part.with_name(f"{part.name}.json").exists()]:
+        raise DataError(f"there is no result {missing[0]}.json; make it with `cuewalk compare --out {missing[0]}`")
+    results = [json.loads(part.with_name(f"{part.name}.json").read_text(encoding="utf-8")) for part in parts]
+    shown = [{"dataset": result["data"]["dataset"], "split": result["data"]["split"]} for result in results]
+    joined = {
+        "name": out.name,
+        **provenance(),
+        "seeds": sorted({seed for result in results for seed in result["seeds"]}),
+        "data": {"dataset": ", ".join(of["dataset"] for of in shown), "split": None,
+                 "n": sum(result["data"]["n"] for result in results)},
+        "rows": [row | of for result, of in zip(results, shown, strict=True) for row in result["rows"]],
+        "comparisons": [c | of for result, of in zip(results, shown, strict=True) for c in result["comparisons"]],
+        "made": [{key: result[key] for key in ("name", "command", "commit", "data")} for result in results],
+        "published": results[0]["published"],
+    }  # fmt: skip
+    pages = [page for part in parts if (page := part.with_name(f"{part.name}.html")).exists()]
+    walks = [walk for page in pages for walk in read_walks(page)]
+    paths = [out.with_name(f"{out.name}.{kind}") for kind in ("json", "md", "html")]
+    paths[0].parent.mkdir(parents=True, exist_ok=True)
+    paths[0].write_text(json.dumps(joined, indent=1) + "\n", encoding="utf-8")
+    columns = ("recall_at_8", "recall_at_300t", "evidence_recall", "context_tokens", "inference_tokens")
+    titles = {key: (FOUND | COST)[key] for key in columns}
+    text = ["# Every kind of system, on several data sets", f"Put together by `{joined['command']}`."]
+    for part, result in zip(parts, results, strict=True):
+        data = result["data"]
+        text += [
+            f"## {data['dataset']} {data['split']}, {data['n']} questions",
+            f"Whole, with intervals: [{part.name}.md]({part.name}.md). Made by `{result['command']}` at commit "
+            f"{result['commit']}.",
+            table(result["rows"], titles),
+        ]
+    paths[1].write_text("\n\n".join(text) + "\n", encoding="utf-8")
+    write_html(joined, walks, paths[2])
+    return paths
 
 
 def markdown(result: dict[str, Any]) -> str:

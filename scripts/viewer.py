@@ -102,6 +102,13 @@ def write_html(result: Mapping[str, Any], walks: Iterable[Mapping[str, Any]], pa
     return path
 
 
+def read_walks(path: Path) -> list[dict[str, Any]]:
+    """Return the walks of a page that `write_html` wrote, as `describe_walk` gave them."""
+    (own,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', path.read_text("utf-8"), re.S)
+    data = json.loads(own)
+    return [walk | {"entries": data["entries"][walk["graph"]]} for walk in data["walks"]]
+
+
 def as_json(data: Any) -> str:
     """Return data as JSON that may stand in a script element: ASCII, without `<`, `>` and `&`."""
     text = json.dumps(data, allow_nan=False, default=float, separators=(",", ":"))

@@ -15,6 +15,7 @@ from cuewalk.scripts.cli import main
 from cuewalk.scripts.compare import chosen_systems, compare, efficient, holm, p_value, prepare, replay
 from cuewalk.scripts.compare_report import markdown, write_comparison
 from cuewalk.scripts.systems import list_systems, parse_options
+from cuewalk.scripts.viewer import read_walks
 from tests.conftest import MESSAGES, WordEncoder
 from tests.memory.test_extract import serving
 
@@ -246,6 +247,23 @@ def test_the_page_holds_every_walk_and_stays_in_the_run_directory_where_texts_ar
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "toy.json", "toy.md", "toy.rows", "toy_frontier.png",
     ]  # fmt: skip
+
+
+def test_results_are_put_into_one_with_their_walks(config, tmp_path, capsys):
+    out = tmp_path / "docs"
+    for name in ("toy", "again"):
+        write_comparison(replace(config, run_dir=str(out)), out / name)  # so that the pages lie beside the results
+    assert main(["compare", "--join", str(out / "toy"), str(out / "again"), "--out", str(out / "all")]) == 0
+    assert str(out / "all.html") in capsys.readouterr().out
+    result = json.loads((out / "all.json").read_text())
+    assert [(row["policy"], row["dataset"], row["split"]) for row in result["rows"]] == [
+        (name, "json", "test") for name in [*SOME] * 2
+    ]
+    assert result["data"]["n"] == 8 and [part["name"] for part in result["made"]] == ["toy", "again"]
+    assert len(read_walks(out / "all.html")) == 16 and read_walks(out / "toy.html") == read_walks(out / "all.html")[:8]
+    assert "[toy.md](toy.md)" in (out / "all.md").read_text()
+    assert main(["compare", "--join", str(out / "none"), "--out", str(out / "all")]) == 2
+    assert "there is no result" in capsys.readouterr().err
 
 
 def test_p_values_are_corrected_by_holm():
