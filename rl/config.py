@@ -95,7 +95,8 @@ class EvaluationConfig:
     #: by the digest of their ids).
     model_questions: PositiveInt | Literal["all", "test_200"] = "all"
     batch: PositiveInt = 16  #: Questions walked in lockstep.
-    untrained: bool = True  #: Measure the base model too: most of an evaluation's time, and the same for every run.
+    untrained: bool = True  #: Measure the base model too: much of an evaluation's time, and the same for every run.
+    controls: bool = True  #: Walk validation again with the candidates' text blanked, and with another question.
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,14 @@ import numpy as np
 import pandas as pd
 import torch
 from pydantic import TypeAdapter
+from scipy.special import logit
+from sklearn.metrics import roc_auc_score
 from tqdm import tqdm
 
-from cuewalk.env import Question, Tasks, Trajectory
+from cuewalk.env import Expand, Question, Stop, Tasks, Trajectory, format_action
 from cuewalk.env.render import CANDIDATE, RENDERER
 from cuewalk.env.tasks import DataError, select, splits
-from cuewalk.judges import TrajectoryJudge, evidence_recall
+from cuewalk.judges import TrajectoryJudge, covered, evidence_recall
 from cuewalk.memory import SentenceEncoder
 from cuewalk.memory.models import decoder_and_head, load_language_model, load_tokenizer
 from cuewalk.rl.config import Config, ConfigError, config_tree
@@ -48,6 +50,14 @@ Measured = tuple[str, str, str, float | None]
 
 TOP_K = (5, 8, 10, 20)
 COMPARED = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward")
+
+
+@dataclass(frozen=True)
+class Marked:
+    """What a model says at the lines of a first state: yes against no, in order of the frontier."""
+
+    said: tuple[float, ...]
+    tokens: int  #: Of the prompt.
 
 
 class Altered(Chat):
@@ -100,25 +110,51 @@ class Bench:
             found.append(([hit.entry for hit in hits[:count]], 0))
         return found
 
-    def point(self, model: Any, questions: Sequence[Question]) -> list[Found]:
-        """Retrieve by what a model says at the candidates' lines: the three likeliest to hold missing evidence."""
-        return [self.expand_marked(model, question) for question in questions]
+    def marks(self, model: Any, questions: Sequence[Question]) -> dict[str, Marked]:
+        """Ask a warm start what it says at the candidates' lines of each first state; kept as walks are."""
+        path = self.kept("warm_start marks")
+        known = TypeAdapter(dict[str, Marked])
+        kept = known.validate_json(path.read_bytes() if path.exists() else b"{}")
+        for question in tqdm([q for q in questions if q.id not in kept], desc="marks", unit="question", disable=None):
+            decoder, head = decoder_and_head(model)
+            env = self.memories.env(question)
+            observation, _ = env.reset()
+            ids, marks = self.chat.first(observation), self.chat.marks(observation)
+            with torch.no_grad():
+                hidden = decoder(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0]
+                said = head(hidden[list(marks.values())])[:, list(self.chat.verdicts)].float()
+            kept[question.id] = Marked(tuple((said[:, 0] - said[:, 1]).tolist()), len(ids))
+        path.write_bytes(known.dump_json(kept))
+        return {question.id: kept[question.id] for question in questions}
 
-    def expand_marked(self, model: Any, question: Question) -> Found:
-        """Take the candidates that `warm_start.pointwise` taught to mark, from one forward pass of the prompt."""
-        env = self.memories.env(question)
-        observation, _ = env.reset()
-        ids, marks = self.chat.first(observation), self.chat.marks(observation)
-        decoder, head = decoder_and_head(model)
-        with torch.no_grad():
-            hidden = decoder(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0]
-            said = head(hidden[list(marks.values())])[:, list(self.chat.verdicts)].float()
-        order = (said[:, 0] - said[:, 1]).argsort(descending=True, stable=True).tolist()
-        chosen = [list(marks)[place] for place in order[: min(3, env.affordable)]]
-        for action in ([f"EXPAND {' '.join(chosen)}"] if chosen else []) + ["STOP"]:
-            if env.state.ending is None:
-                env.step(action)
-        return env.trajectory(), len(ids)
+    def take_marked(self, marks: Mapping[str, Marked], weight: float, questions: Sequence[Question]) -> list[Found]:
+        """Retrieve the three candidates of the highest marks, plus `weight` times the log odds that a ranker gave."""
+        found: list[Found] = []
+        for question in questions:
+            env, marked = self.memories.env(question), marks[question.id]
+            env.reset()
+            chances = np.clip([link.score**2 for _, link in env.state.frontier], 1e-4, 1 - 1e-4)
+            order = np.argsort(-(np.array(marked.said) + weight * logit(chances)), kind="stable")
+            labels = tuple(env.state.frontier[place][0] for place in order[: min(3, env.affordable)])
+            for action in (Expand(labels), Stop()) if labels else (Stop(),):
+                if env.state.ending is None:
+                    env.step(format_action(action))
+            found.append((env.trajectory(), marked.tokens))
+        return found
+
+    def reading(self, marks: Mapping[str, Marked]) -> dict[str, float | None]:
+        """Return how well marks, and the score shown beside them, tell the lines that hold missing evidence: AUROCs."""
+        said, shown, holds = list[float](), list[float](), list[bool]()
+        for id_, marked in marks.items():
+            env = self.memories.env(next(question for question in self.tasks.questions if question.id == id_))
+            env.reset()
+            missing = set(self.tasks.gold[id_].evidence) - covered(env.graph, env.state.working)
+            said += marked.said
+            shown += [link.score for _, link in env.state.frontier]
+            holds += [not missing.isdisjoint(covered(env.graph, [link.entry])) for _, link in env.state.frontier]
+        if len(set(holds)) < 2:
+            return {"marks": None, "score": None}
+        return {"marks": float(roc_auc_score(holds, said)), "score": float(roc_auc_score(holds, shown))}
 
     def walk(self, policy: baselines.Scripted, questions: Sequence[Question]) -> list[Found]:
         """Retrieve by a policy without a model."""
@@ -134,8 +170,7 @@ class Bench:
 
     def curves(self, policy: str, model: Any, questions: Sequence[Question]) -> dict[str, Served]:
         """Walk a policy's whole curve, question by question; what was walked before is read from the run directory."""
-        path = Path(self.config.run_dir) / "walks" / f"{policy.replace(' ', '_')}-{self.digest(policy)}.json"
-        path.parent.mkdir(exist_ok=True)
+        path = self.kept(policy)
         kept = TypeAdapter(dict[str, Record]).validate_json(path.read_bytes() if path.exists() else b"{}")
         todo, size = [q for q in questions if q.id not in kept], self.config.evaluation.batch
         for start in tqdm(range(0, len(todo), size), desc=policy, unit="batch", disable=None):
@@ -145,6 +180,12 @@ class Bench:
             partial_file.write_bytes(TypeAdapter(dict[str, Record]).dump_json(kept))
             partial_file.replace(path)  # whole or not at all
         return {q.id: cut(kept[q.id], partial(self.memories.env, q)) for q in questions}
+
+    def kept(self, policy: str) -> Path:
+        """Return the file in the run directory that holds what a policy said."""
+        path = Path(self.config.run_dir) / "walks" / f"{policy.replace(' ', '_')}-{self.digest(policy)}.json"
+        path.parent.mkdir(exist_ok=True)
+        return path
 
     def digest(self, policy: str) -> str:
         """Return a digest of what decides how a policy walks: weights, memories, rules and what is shown of them."""
@@ -273,7 +314,7 @@ def evaluate(config: Config) -> dict[str, Any]:
     for name in ("untrained", "untrained_grammar") if config.evaluation.untrained else ():
         serve = partial(bench.serve, base(), name == "untrained_grammar")
         measured += bench.measure(name, asked, serve, config.evaluation.batch)
-    more: dict[str, list[dict[str, Any]]] = {"curves": [], "stopping": [], "controls": []}
+    more: dict[str, list[dict[str, Any]]] = {"curves": [], "stopping": [], "controls": [], "reading": []}
     for name in ("warm_start", "trained"):
         if (run / name / "adapter_config.json").exists():
             rows, found = measure_adapter(bench, replace(bench, tasks=val), name, asked)
@@ -298,7 +339,7 @@ def measure_adapter(
     tried = on_val.curves(f"{name} on validation", model, on_val.tasks.questions)
     offset, paid = on_val.best(list(tried.values()))
     controls = [{"policy": name, "control": None, "reward": paid}]
-    for control in (no_text, other_question):
+    for control in (no_text, other_question) if bench.config.evaluation.controls else ():
         blind = replace(on_val, chat=Altered(on_val.chat.tokenizer, control))
         walks = blind.curves(f"{name} with {control.__name__}", model, on_val.tasks.questions)
         controls.append({"policy": name, "control": control.__name__, "reward": on_val.best(list(walks.values()))[1]})
@@ -308,10 +349,14 @@ def measure_adapter(
         rows += bench.measure(label, asked, partial(_cut, served, chosen), len(asked), timed=False)
     rule, lead = ((on_val.scores(by, tried), bench.scores(by, served)) for by in (None, "margin"))
     stops = [{"policy": "top_score", **stopping(*rule)}, {"policy": name, **stopping(*lead)}]
+    reads = []
     if name == "warm_start" and bench.config.warm_start.pointwise:
-        rows += bench.measure("pointwise", asked, partial(bench.point, model))
+        marks = bench.marks(model, asked)
+        reads.append(bench.reading(marks))
+        for label, weight in (("pointwise", 0.0), ("pointwise+score", 1.0)):
+            rows += bench.measure(label, asked, partial(bench.take_marked, marks, weight), timed=False)
     curve = {"policy": name, "chosen": offset, "points": bench.points(served)}
-    return rows, {"curves": [curve], "stopping": stops, "controls": controls}
+    return rows, {"curves": [curve], "stopping": stops, "controls": controls, "reading": reads}
 
 
 def adaptive_count(scores: Sequence[float], threshold: float | None) -> int:

@@ -31,7 +31,8 @@ SHOWN = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward", "entries"
 PAIRS = (
     ("trained+offset", "top_k=8"), ("trained+offset", "expand_top=3"), ("trained+offset", "ranker"),
     ("trained+offset", "warm_start+offset"), ("trained", "warm_start"), ("warm_start+offset", "expand_top=3"),
-    ("pointwise", "expand_top=3"), ("expand_top=3", "top_k=8"), ("ranker", "top_k=8"), ("oracle", "trained+offset"),
+    ("pointwise", "expand_top=3"), ("pointwise+score", "expand_top=3"), ("expand_top=3", "top_k=8"),
+    ("ranker", "top_k=8"), ("oracle", "trained+offset"),
 )  # fmt: skip
 
 
@@ -114,6 +115,10 @@ def markdown(result: dict[str, Any]) -> str:
         "blanked, and with another question asked. A policy that reads loses by both.",
         table([row | {"run": run["name"], "sees": row["control"] or "everything"}
                for run in result["runs"] for row in run["controls"]], ("run", "policy", "sees", "reward")),
+        "At the lines of the first states: how well the warm start's marks tell which hold missing evidence, and how "
+        "well the score shown beside them does (AUROC over all lines).",
+        table([row | {"run": run["name"]} for run in result["runs"] for row in run["reading"]],
+              ("run", "marks", "score")),
         "## Runs",
         table([{"run": run["name"], **run["data"], "seed": run["seeds"][0], "commit": run["commit"], **run["training"],
                 **{f"{stage}_seconds": seconds for stage, seconds in run["training"]["seconds"].items()}}
@@ -153,7 +158,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results/learning"), help="folder and name of the files")
     options = parser.parse_args()
     runs = [read_run(run, options.part) for run in options.runs]
-    told = ("name", "command", "commit", "versions", "seeds", "data", "training", "stopping", "controls")
+    told = (
+        "name", "command", "commit", "versions", "seeds", "data", "training", "stopping", "controls", "reading",
+    )  # fmt: skip
     facts = [{key: result[key] for key in told} for result, _ in runs]
     for fact in facts:  # ids of the questions stay in each run's own result
         fact["data"] = {key: value for key, value in fact["data"].items() if key != "asked"}
