@@ -301,7 +301,7 @@ def test_retrieve_with_a_policy_prints_the_walk(remembered, tmp_path, tiny_model
 def test_help_of_what_people_use_gives_an_example(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    assert f"cuewalk {command} policy/ checkpoints/memory/NAME" in capsys.readouterr().out
+    assert f"examples:\n  cuewalk {command} my-policy checkpoints/memory/NAME" in capsys.readouterr().out
 
 
 def test_serving_without_the_extra_says_what_to_install(remembered, capsys, monkeypatch):
