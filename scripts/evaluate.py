@@ -191,7 +191,7 @@ class Bench:
         """Return a digest of what decides how a policy walks: weights, memories, rules and what is shown of them."""
         free: dict[str, Any] = {"run_dir": "", "memory_dir": "", "evaluation": None, "grpo": {}, "judge": None}
         tree = config_tree(self.config) | free
-        tree["sampling"]["stop_offset"] = 0.0
+        tree["sampling"] = {key: tree["sampling"][key] for key in ("max_action_tokens", "max_tokens")}
         tree.pop("compare")
         graphs = sorted(graph.digest for graph in self.memories.graphs.values())
         whole = hashlib.sha256(repr((tree, graphs, RENDERER, GRAMMAR)).encode())
