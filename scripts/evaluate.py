@@ -124,7 +124,7 @@ class Bench:
                 hidden = decoder(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0]
                 said = head(hidden[list(marks.values())])[:, list(self.chat.verdicts)].float()
             kept[question.id] = Marked(tuple((said[:, 0] - said[:, 1]).tolist()), len(ids))
-        path.write_bytes(known.dump_json(kept))
+            _write(path, known.dump_json(kept))
         return {question.id: kept[question.id] for question in questions}
 
     def take_marked(self, marks: Mapping[str, Marked], weight: float, questions: Sequence[Question]) -> list[Found]:
@@ -176,9 +176,7 @@ class Bench:
         for start in tqdm(range(0, len(todo), size), desc=policy, unit="batch", disable=None):
             envs = [self.memories.env(question) for question in todo[start : start + size]]
             kept |= {walk.question: walk for walk in record(envs, model, self.chat, self.config.sampling)}
-            partial_file = path.with_suffix(".part")
-            partial_file.write_bytes(TypeAdapter(dict[str, Record]).dump_json(kept))
-            partial_file.replace(path)  # whole or not at all
+            _write(path, TypeAdapter(dict[str, Record]).dump_json(kept))
         return {q.id: cut(kept[q.id], partial(self.memories.env, q)) for q in questions}
 
     def kept(self, policy: str) -> Path:
@@ -266,6 +264,12 @@ class Bench:
                     rows += [(policy, question.id, name, value) for name, value in measures.items()]
                 bar.update(len(asked))
         return rows
+
+
+def _write(path: Path, content: bytes) -> None:
+    partial_file = path.with_suffix(".part")
+    partial_file.write_bytes(content)
+    partial_file.replace(path)  # whole or not at all
 
 
 def _cut(served: Mapping[str, Served], offset: float, questions: Sequence[Question]) -> list[Found]:

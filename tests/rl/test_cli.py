@@ -208,6 +208,7 @@ def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     walked = {"stop", "random", "expand_top=1", "expand_top=3", "expand_all", "ranker", "oracle_one_hop", "oracle"}
     assert policies == walked | {f"top_k={k}" for k in (5, 8, 10, 20)} | {
         "untrained", "untrained_grammar", "warm_start", "warm_start+offset", "trained", "trained+offset",
+        "adaptive_k=gap", "adaptive_k=threshold", "pointwise", "pointwise+score",
     }  # fmt: skip
     assert [curve["policy"] for curve in result["curves"]] == ["warm_start", "trained"]
     assert [row["policy"] for row in result["stopping"]] == ["top_score", "warm_start", "trained"]
@@ -221,7 +222,7 @@ def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     for name in ("evaluation.md", "evaluation_entries.png", "evaluation_learning.png"):
         assert (tmp_path / "run" / name).stat().st_size > 100 and name in printed
     walks = {file: file.stat().st_mtime_ns for file in (tmp_path / "run" / "walks").iterdir()}
-    assert len(walks) == 2 * 4  # two adapters: on test, on validation, and twice where they can't read
+    assert len(walks) == 2 * 4 + 1  # two adapters: on test, on validation, twice where they can't read; the marks
     run("cuewalk.scripts.cli", "evaluate", "--config", str(path))
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "run" / "walks").iterdir()} == walks  # none again
     again = json.loads((tmp_path / "run" / "evaluation.json").read_text())
