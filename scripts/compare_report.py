@@ -16,7 +16,7 @@ from cuewalk.rl.config import Config
 from cuewalk.rl.run import provenance
 from cuewalk.scripts.compare import compare, replay
 from cuewalk.scripts.report import table
-from cuewalk.scripts.results import markdown_table
+from cuewalk.scripts.results import interval, markdown_table
 from cuewalk.scripts.viewer import describe_walk, read_walks, write_html
 
 FOUND = {
@@ -141,8 +141,8 @@ def markdown(result: dict[str, Any]) -> str:
         parts.append(f"Smallest difference found with 80% power: {min(detectable):.3f} to {max(detectable):.3f}.")
     parts.append(markdown_table(
         ("metric", "a − b", "difference", "t interval", "question interval", "n", "p", "p, questions"),
-        [(c["metric"], f"{c['a']} − {c['b']}", f"{c['difference']:+.3f}", _interval(c["low"], c["high"]),
-          _interval(c["question_low"], c["question_high"]), c["n"], _p(c["p_holm"]), _p(c["p_questions_holm"]))
+        [(c["metric"], f"{c['a']} − {c['b']}", f"{c['difference']:+.3f}", interval(c["low"], c["high"]),
+          interval(c["question_low"], c["question_high"]), c["n"], _p(c["p_holm"]), _p(c["p_questions_holm"]))
          for c in tested.values()],
     ))  # fmt: skip
     columns = ("dataset", "system", "score", "f1", "bleu", "tokens", "reader", "judge", "questions", "source")
@@ -180,10 +180,6 @@ def plot_frontier(result: dict[str, Any], path: Path) -> None:
 def known_columns(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the columns that some row has a value for."""
     return {key: title for key, title in columns.items() if any(row.get(key) is not None for row in rows)}
-
-
-def _interval(low: float | None, high: float | None) -> str:
-    return "–" if low is None or high is None else f"{low:+.3f} … {high:+.3f}"
 
 
 def _p(value: float | None) -> str:

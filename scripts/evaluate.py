@@ -23,7 +23,7 @@ from cuewalk.env.render import CANDIDATE, RENDERER
 from cuewalk.env.tasks import DataError, select, splits
 from cuewalk.judges import TrajectoryJudge, covered, evidence_recall
 from cuewalk.memory import SentenceEncoder
-from cuewalk.memory.models import decoder_and_head, load_language_model, load_tokenizer
+from cuewalk.memory.models import load_language_model, load_tokenizer
 from cuewalk.rl.config import Config, ConfigError, config_tree
 from cuewalk.rl.data import Memories, load_graphs, load_part, rank_of
 from cuewalk.rl.export import GRAMMAR
@@ -116,13 +116,12 @@ class Bench:
         known = TypeAdapter(dict[str, Marked])
         kept = known.validate_json(path.read_bytes() if path.exists() else b"{}")
         for question in tqdm([q for q in questions if q.id not in kept], desc="marks", unit="question", disable=None):
-            decoder, head = decoder_and_head(model)
             env = self.memories.env(question)
             observation, _ = env.reset()
             ids, marks = self.chat.first(observation), self.chat.marks(observation)
             with torch.no_grad():
-                hidden = decoder(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0]
-                said = head(hidden[list(marks.values())])[:, list(self.chat.verdicts)].float()
+                logits = model(input_ids=torch.tensor([ids], device=model.device)).logits[0]  # right for any head
+            said = logits[list(marks.values())][:, list(self.chat.verdicts)].float()
             kept[question.id] = Marked(tuple((said[:, 0] - said[:, 1]).tolist()), len(ids))
             _write(path, known.dump_json(kept))
         return {question.id: kept[question.id] for question in questions}
@@ -357,7 +356,8 @@ def measure_adapter(
     if name == "warm_start" and bench.config.warm_start.pointwise:
         marks = bench.marks(model, asked)
         reads.append(bench.reading(marks))
-        for label, weight in (("pointwise", 0.0), ("pointwise+score", 1.0)):
+        joined = {"pointwise+score": 1.0} if bench.config.env.order == "ranker" else {}  # else no chance is shown
+        for label, weight in {"pointwise": 0.0, **joined}.items():
             rows += bench.measure(label, asked, partial(bench.take_marked, marks, weight), timed=False)
     curve = {"policy": name, "chosen": offset, "points": bench.points(served)}
     return rows, {"curves": [curve], "stopping": stops, "controls": controls, "reading": reads}

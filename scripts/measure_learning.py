@@ -23,7 +23,7 @@ import pandas as pd
 from cuewalk.env import DataError
 from cuewalk.rl.run import provenance
 from cuewalk.scripts.paired import compare
-from cuewalk.scripts.results import markdown_table, table
+from cuewalk.scripts.results import interval, markdown_table, table
 
 METRICS = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward")
 SHOWN = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward", "entries", "context_tokens", "inference_tokens",
@@ -86,8 +86,8 @@ def markdown(result: dict[str, Any]) -> str:
     """Return the joined result as Markdown."""
     detectable = [c["detectable"] for c in result["comparisons"] if c["metric"] == "recall_at_8" and c["detectable"]]
     pairs = [
-        (c["metric"], f"{c['a']} − {c['b']}", f"{c['difference']:+.3f}", _interval(c["low"], c["high"]),
-         _interval(c["question_low"], c["question_high"]), c["n"],
+        (c["metric"], f"{c['a']} − {c['b']}", f"{c['difference']:+.3f}", interval(c["low"], c["high"]),
+         interval(c["question_low"], c["question_high"]), c["n"],
          ", ".join(f"{name} {value:+.3f}" for name, value in c["by_conversation"].items()))
         for c in result["comparisons"]
     ]  # fmt: skip
@@ -126,10 +126,6 @@ def markdown(result: dict[str, Any]) -> str:
               ("run", "split", "seed", "n_asked", "grpo_steps", "groups", "groups_live", "groups_per_hour",
                "distinct_trajectories", "warm_start_seconds", "grpo_seconds", "commit")),
     ]) + "\n"  # fmt: skip
-
-
-def _interval(low: float | None, high: float | None) -> str:
-    return "–" if low is None or high is None else f"{low:+.3f} … {high:+.3f}"
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

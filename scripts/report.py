@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from cuewalk.env.tasks import CATEGORIES
-from cuewalk.scripts.results import markdown_table, read_metrics
+from cuewalk.scripts.results import interval, markdown_table, read_metrics
 
 COLUMNS = {
     "recall_at_8": "recall@8",
@@ -88,8 +88,8 @@ def markdown(result: dict[str, Any]) -> str:
             c["metric"],
             f"{c['a']} − {c['b']}",
             f"{c['difference']:+.3f}",
-            _interval(c["low"], c["high"]),
-            _interval(c["question_low"], c["question_high"]),
+            interval(c["low"], c["high"]),
+            interval(c["question_low"], c["question_high"]),
             c["n"],
             ", ".join(f"{value:+.3f}" for value in c["by_conversation"].values()),
         )
@@ -179,7 +179,3 @@ def _number(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.3f}" if abs(value) < 10 else f"{value:.0f}"
-
-
-def _interval(low: float | None, high: float | None) -> str:
-    return "–" if low is None or high is None else f"{low:+.3f} … {high:+.3f}"

@@ -77,3 +77,8 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Return cells as they are as a Markdown table."""
     head, *lines = ("| " + " | ".join(map(str, cells)) + " |" for cells in (titles, *rows))
     return "\n".join([head, "|" + "---|" * len(titles), *lines])
+
+
+def interval(low: float | None, high: float | None) -> str:
+    """Return an interval as tables show it."""
+    return "–" if low is None or high is None else f"{low:+.3f} … {high:+.3f}"
