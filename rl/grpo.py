@@ -346,12 +346,14 @@ def prepare_arguments(config: Config, run: Path, questions: int) -> GRPOConfig:
     return GRPOConfig(**{**trainer_defaults(run, "grpo", config), **chosen, **fixed})
 
 
-def train_grpo(config: Config, run: Path, model: Any, rollouts: Rollouts) -> None:
+def train_grpo(
+    config: Config, run: Path, model: Any, rollouts: Rollouts, kind: type[WalkTrainer] = WalkTrainer
+) -> None:
     """Train the model's adapter and save it as `run/trained`; goes on from the last checkpoint."""
     arguments = prepare_arguments(config, run, len(rollouts.tasks.questions))
     asked = question_order(rollouts.tasks.questions, arguments, config.seed)
     prompts = [[{"role": "user", "content": question.text, "question_id": question.id}] for question in asked]
-    trainer = WalkTrainer(
+    trainer = kind(
         model=model,
         args=arguments,
         reward_funcs=rollouts.walk_reward,

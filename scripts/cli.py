@@ -102,7 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--check", metavar="FILE", help="only say what a file of yours holds and lacks for training")
     train = add(_train, "build memories, warm up on oracle walks, train with GRPO; resumable")
     evaluate = add(_evaluate, "measure all policies on the held-out part; writes evaluation.json, .md and plots")
-    evaluate.add_argument("--out", help="folder and name of the files, instead of run_dir/evaluation")
+    evaluate.add_argument(
+        "--out", help="folder and name of the files, instead of run_dir/evaluation (evaluation_val of that part)"
+    )
     train.add_argument("--processes", type=int, default=1, help="so many processes: one a GPU, or on the CPU (1)")
     compare = add(_compare, "measure every kind of system on the same questions; goes on where it was stopped")
     compare.add_argument("--out", default="docs/results/comparison", help="folder and name of the files")
@@ -273,10 +275,12 @@ def _train(options: argparse.Namespace) -> int | None:
 def _evaluate(options: argparse.Namespace) -> None:
     from cuewalk.scripts.evaluate import evaluate
     from cuewalk.scripts.report import same_questions, table, write_report
+    from cuewalk.scripts.results import evaluation_name
 
     config = load_config(options.config, options.overrides)
     result, run = evaluate(config), Path(config.run_dir)
-    paths = write_report(result, run / "metrics.jsonl", Path(options.out or run / "evaluation"))
+    out = Path(options.out or run / evaluation_name(config.evaluation.part))
+    paths = write_report(result, run / "metrics.jsonl", out)
     print(table(same_questions(result["rows"])))
     if training := result["training"]:
         print(f"\nGRPO: {training['groups_live']} of {training['groups']} groups were live.")

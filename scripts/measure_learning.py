@@ -1,15 +1,16 @@
 """What was learnt, over all runs: seeds averaged by question, folds joined; writes docs/results/learning.{json,md}.
 
 Train and evaluate each run first (`cuewalk train`, `cuewalk evaluate`); this joins what those left in their run
-directories, and asks no model:
+directories, and asks no model. Other trainings from the first run's warm start (scripts/controls.py) are set beside it:
 
-  python -m cuewalk.scripts.measure_learning checkpoints/locomo_cpu checkpoints/locomo_cpu_b
+  python -m cuewalk.scripts.measure_learning checkpoints/locomo_cpu checkpoints/locomo_cpu_b \\
+    --beside placebo=checkpoints/locomo_cpu_placebo rft=checkpoints/locomo_cpu_rft
 """
 
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,7 +24,7 @@ import pandas as pd
 from cuewalk.env import DataError
 from cuewalk.rl.run import provenance
 from cuewalk.scripts.paired import compare
-from cuewalk.scripts.results import interval, markdown_table, table
+from cuewalk.scripts.results import evaluation_name, interval, markdown_table, table
 
 METRICS = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward")
 SHOWN = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward", "entries", "context_tokens", "inference_tokens",
@@ -36,9 +37,13 @@ PAIRS = (
 )  # fmt: skip
 
 
-def read_run(run: Path, part: str) -> tuple[dict[str, Any], pd.DataFrame]:
+Run = tuple[dict[str, Any], pd.DataFrame]
+"""An evaluation, and its measures by question."""
+
+
+def read_run(run: Path, part: str) -> Run:
     """Return a run's evaluation and its measures by question; a DataError where it was not evaluated yet."""
-    paths = run / "evaluation.json", run / f"measures_{part}.csv"
+    paths = run / f"{evaluation_name(part)}.json", run / f"measures_{part}.csv"
     if missing := [path for path in paths if not path.exists()]:
         raise DataError(f"{missing[0]} is missing; run `cuewalk evaluate` on that run first")
     result = json.loads(paths[0].read_text(encoding="utf-8"))
@@ -50,7 +55,20 @@ def read_run(run: Path, part: str) -> tuple[dict[str, Any], pd.DataFrame]:
     return result, measured
 
 
-def join(runs: Sequence[tuple[dict[str, Any], pd.DataFrame]]) -> dict[str, Any]:
+def beside(run: Run, others: Mapping[str, Run]) -> dict[str, Any]:
+    """Return rows and comparisons of one run's policies and of what was trained otherwise from its warm start."""
+    measured = [run[1][run[1]["policy"].isin(("warm_start", "warm_start+offset", "trained", "trained+offset"))]]
+    for name, (_, own) in others.items():
+        renamed = own["policy"].map({"trained": name, "trained+offset": f"{name}+offset"})
+        measured.append(own.assign(policy=renamed).dropna(subset="policy"))
+    pairs = [(f"trained{end}", f"{name}{end}") for name in others for end in ("", "+offset")]
+    found = join([({"curves": []}, pd.concat(measured))], pairs)
+    runs = [{"name": name, "command": result["command"], "training": result["training"]}
+            for name, (result, _) in others.items()]  # fmt: skip
+    return {"rows": found["rows"], "comparisons": found["comparisons"], "runs": runs}
+
+
+def join(runs: Sequence[Run], pairs: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Return rows, paired comparisons and curves over all runs; a question is averaged over the runs it is in."""
     whole = pd.concat([measured for _, measured in runs])
     mean = whole.groupby(["policy", "measure", "question"])["value"].mean()
@@ -64,7 +82,7 @@ def join(runs: Sequence[tuple[dict[str, Any], pd.DataFrame]]) -> dict[str, Any]:
         }
         rows.append({"policy": policy, "n": own["recall_at_8"].size, **values})
     comparisons = []
-    for a, b in PAIRS:
+    for a, b in pairs:
         for metric in METRICS:
             if (a, metric) in mean.index and (b, metric) in mean.index:
                 both = pd.concat([mean[a, metric], mean[b, metric]], axis=1, keys=["a", "b"]).dropna()
@@ -95,7 +113,8 @@ def markdown(result: dict[str, Any]) -> str:
         "# Learning",
         f"Made by `{result['command']}` at commit {result['commit']} from the runs below; each says how it was made. "
         "A question asked in several runs is averaged over them first. "
-        f"Smallest difference in recall@8 found with 80% power: {min(detectable):.3f} to {max(detectable):.3f}.",
+        + (f"Smallest difference in recall@8 found with 80% power: {min(detectable):.3f} to {max(detectable):.3f}."
+           if detectable else "With one conversation there is no interval over conversations."),
         "## Policies, the same questions for all",
         table(result["rows"], ("policy", "n", *SHOWN)),
         "![recall against entries](learning_entries.png)",
@@ -119,6 +138,7 @@ def markdown(result: dict[str, Any]) -> str:
         "well the score shown beside them does (AUROC over all lines).",
         table([row | {"run": run["name"]} for run in result["runs"] for row in run["reading"]],
               ("run", "marks", "score")),
+        *_beside_text(result),
         "## Runs",
         table([{"run": run["name"], **run["data"], "seed": run["seeds"][0], "commit": run["commit"], **run["training"],
                 **{f"{stage}_seconds": seconds for stage, seconds in run["training"]["seconds"].items()}}
@@ -126,6 +146,22 @@ def markdown(result: dict[str, Any]) -> str:
               ("run", "split", "seed", "n_asked", "grpo_steps", "groups", "groups_live", "groups_per_hour",
                "distinct_trajectories", "warm_start_seconds", "grpo_seconds", "commit")),
     ]) + "\n"  # fmt: skip
+
+
+def _beside_text(result: dict[str, Any]) -> list[str]:
+    if "beside" not in result:
+        return []
+    own = result["beside"]
+    pairs = [(c["metric"], f"{c['a']} − {c['b']}", f"{c['difference']:+.3f}", interval(c["low"], c["high"]),
+              interval(c["question_low"], c["question_high"]), c["n"]) for c in own["comparisons"]]  # fmt: skip
+    return [
+        "## Trained otherwise from the same warm start",
+        f"From the warm start of `{result['runs'][0]['name']}`, on the same questions; `+offset` is chosen on "
+        "validation for each.",
+        table(own["rows"], ("policy", "n", *SHOWN)),
+        markdown_table(("metric", "a − b", "difference", "t interval", "question interval", "n"), pairs),
+        "\n".join(f"- `{run['name']}`: `{run['command']}`" for run in own["runs"]),
+    ]
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -150,6 +186,9 @@ def main() -> None:
     """Read the command line, join the runs, write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="run directories that were evaluated")
+    parser.add_argument(
+        "--beside", nargs="*", default=[], metavar="NAME=RUN", help="trained from the first one's start"
+    )
     parser.add_argument("--part", default="test", choices=("val", "test"))
     parser.add_argument("--out", type=Path, default=Path("docs/results/learning"), help="folder and name of the files")
     options = parser.parse_args()
@@ -160,8 +199,17 @@ def main() -> None:
     facts = [{key: result[key] for key in told} for result, _ in runs]
     for fact in facts:  # ids of the questions stay in each run's own result
         fact["data"] = {key: value for key, value in fact["data"].items() if key != "asked"}
-    result = {"name": "learning", **provenance(), "seeds": sorted({s for f in facts for s in f["seeds"]}), **join(runs)}
+    result = {
+        "name": "learning",
+        **provenance(),
+        "seeds": sorted({s for f in facts for s in f["seeds"]}),
+        **join(runs, PAIRS),
+    }
     result["runs"] = facts
+    if options.beside:
+        named = (pair.partition("=") for pair in options.beside)
+        others = {name: read_run(Path(run), options.part) for name, _, run in named}
+        result["beside"] = beside(runs[0], others)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     options.out.with_suffix(".md").write_text(markdown(result), encoding="utf-8")

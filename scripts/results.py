@@ -48,6 +48,11 @@ def measure(
         print(f"{section}: written to {path}", flush=True)
 
 
+def evaluation_name(part: str) -> str:
+    """Return the name, without an ending, of an evaluation in its run directory; what is reported is of `test`."""
+    return "evaluation" if part == "test" else f"evaluation_{part}"
+
+
 def read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], dict[str, float]]:
     """Return GRPO's lines by step (of a step run twice, the later), and the seconds of each stage."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -51,9 +51,8 @@ def runs(tmp_path):
     ]  # fmt: skip
 
 
-def test_seeds_are_averaged_by_question_and_folds_joined(runs, monkeypatch):
-    monkeypatch.setattr("cuewalk.scripts.measure_learning.PAIRS", (("trained", "ranker"), ("trained", "absent")))
-    found = join([read_run(run, "test") for run in runs])
+def test_seeds_are_averaged_by_question_and_folds_joined(runs):
+    found = join([read_run(run, "test") for run in runs], (("trained", "ranker"), ("trained", "absent")))
     rows = {row["policy"]: row for row in found["rows"]}
     # a:1 is (1 + 0) / 2, a:2 is 0, b:1 is 1; what was not asked of the models is left out.
     assert (rows["trained"]["n"], rows["trained"]["recall_at_8"]) == (3, 0.5)
@@ -83,8 +82,22 @@ def test_the_command_writes_the_result_without_ids_of_questions(runs, tmp_path, 
     assert (tmp_path / "docs" / "learning_entries.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_other_trainings_stand_beside_the_run_whose_warm_start_they_share(runs, tmp_path, monkeypatch):
+    a_run(tmp_path / "shuffled", {"trained": {"a:1": 0.0, "a:2": 0.0}, "ranker": {"a:1": 0.5, "a:2": 0.5}})
+    out = tmp_path / "learning"
+    arguments = ["measure_learning", str(runs[0]), "--out", str(out), "--beside", f"placebo={tmp_path / 'shuffled'}"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    main()
+    found = json.loads(out.with_suffix(".json").read_text())["beside"]
+    assert [(row["policy"], row["recall_at_8"]) for row in found["rows"]] == [("trained", 0.5), ("placebo", 0.0)]
+    (recall,) = [c for c in found["comparisons"] if c["metric"] == "recall_at_8"]
+    assert (recall["a"], recall["b"], recall["difference"]) == ("trained", "placebo", 0.5)
+    assert [run["name"] for run in found["runs"]] == ["placebo"]
+    assert "| recall_at_8 | trained − placebo | +0.500 |" in out.with_suffix(".md").read_text()
+
+
 def test_a_run_that_was_not_evaluated_is_named(tmp_path, runs):
     with pytest.raises(DataError, match=r"none/evaluation.json is missing; run `cuewalk evaluate`"):
         read_run(tmp_path / "none", "test")
-    with pytest.raises(DataError, match="measures_val.csv is missing"):
+    with pytest.raises(DataError, match="evaluation_val.json is missing"):
         read_run(runs[0], "val")

@@ -1,0 +1,205 @@
+"""What a sceptic asks of GRPO: another training from the same warm start, for as long.
+
+It takes the warm start of a finished run and writes a run directory of its own, which `cuewalk evaluate` measures as
+any other (its policy `trained` is then the control); the same command again goes on where it ended.
+
+  grpo      GRPO itself under other settings: an ablation, such as judge.preset=paper
+  placebo   GRPO with its advantages shuffled over each step's rows: all of it but what was right
+  rft       rejection sampling: the best trajectories of a group are imitated, the others count for nothing
+  per_pick  GRPO with credit a pick: what was found from that pick on, less what the group's others found from there
+  more_sft  the warm start goes on with other walks, for as many steps as fit in the time that GRPO took
+
+example:
+  python -m cuewalk.scripts.controls placebo --config configs/locomo_cpu.yaml --out checkpoints/locomo_cpu_placebo
+"""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from cuewalk.env import Question, Tasks
+from cuewalk.env.tasks import select
+from cuewalk.judges import TrajectoryJudge, covered
+from cuewalk.memory import SentenceEncoder
+from cuewalk.memory.models import load_tokenizer
+from cuewalk.rl.config import Config, ConfigError, load_config
+from cuewalk.rl.data import Memories, load_graphs, load_part, rank_of
+from cuewalk.rl.grpo import Group, Rollouts, WalkTrainer, train_grpo
+from cuewalk.rl.rollout import Row, Sampler
+from cuewalk.rl.run import open_run
+from cuewalk.rl.train import load_adapter
+from cuewalk.rl.transcript import Chat
+from cuewalk.rl.warm_start import teach_rows, warm_start
+from cuewalk.scripts.results import read_metrics
+
+
+class Placebo(WalkTrainer):
+    """Each row gets the advantage of another row of its step."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        scored = super()._generate_and_score_completions(inputs)
+        own = scored["advantages"]
+        draw = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self.state.global_step)
+        scored["advantages"] = own[torch.randperm(len(own), generator=draw).to(own.device)]
+        return scored
+
+
+class Rejecting(WalkTrainer):
+    """The best rows of a live group have an advantage of 1, the others of 0 (RAFT, arXiv 2504.11343)."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        scored = super()._generate_and_score_completions(inputs)
+        groups = scored["advantages"].view(-1, self.num_generations)
+        best = groups.amax(1, keepdim=True)
+        scored["advantages"] = ((groups == best) & (best > 0)).float().flatten()
+        return scored
+
+
+class PerPick(WalkTrainer):
+    """Each id has the advantage of its pick; `Picks` knows them."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        scored = super()._generate_and_score_completions(inputs)
+        rollouts = self.rollout_func
+        prompts = [ids[mask.bool()].tolist() for ids, mask in zip(scored["prompt_ids"], scored["prompt_mask"])]
+        said = [ids[mask.bool()].tolist() for ids, mask in zip(scored["completion_ids"], scored["completion_mask"])]
+        rows = [torch.tensor(rollouts.credit[tuple(p), tuple(s)]) for p, s in zip(prompts, said)]
+        width = scored["completion_ids"].shape[1]
+        padded = pad_sequence([*rows, torch.zeros(width)], batch_first=True)[:-1]
+        scored["advantages"] = padded.to(scored["advantages"].device)
+        return scored
+
+
+@dataclass
+class Picks(Rollouts):
+    """Rollouts that note each id's credit, by prompt and completion."""
+
+    credit: dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]] = field(default_factory=dict)
+
+    def collect(self, questions: Sequence[Question], size: int, sampler: Sampler) -> list[Group]:
+        """Walk and judge one group a question, and note what each pick brought."""
+        groups = super().collect(questions, size, sampler)
+        for group in groups:
+            told = [self.returns(row, verdict.reward) for row, verdict in zip(group.rows, group.verdicts) if verdict]
+            for row, advantages in zip(group.rows, pick_advantages(told), strict=True):
+                self.credit[tuple(row.prompt), tuple(row.completion)] = spread(row, advantages, self.chat.end)
+        return groups
+
+    def returns(self, row: Row, reward: float) -> list[float]:
+        """Return what a walk earned from its first pick on, from its second, …, and after its last: (picks + 1,).
+
+        A pick earns the share of the evidence it adds less the price; the rest of the reward is of the end.
+        """
+        walked, gold = row.trajectory, self.tasks.gold[row.env.question.id]
+        wanted, held = set(gold.evidence), covered(row.env.graph, walked.first)
+        earned = []
+        for entry in walked.added:
+            new = covered(row.env.graph, [entry]) & wanted - held
+            held |= new
+            earned.append(len(new) / len(wanted) - self.config.judge.price)
+        return [reward - sum(earned[:pick]) for pick in range(len(earned) + 1)]
+
+
+def pick_advantages(returns: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return each walk's returns less the mean of those that the group's walks have at the same pick."""
+    longest = max(map(len, returns), default=0)
+    alive = [[own[pick] for own in returns if pick < len(own)] for pick in range(longest)]
+    means = [sum(values) / len(values) for values in alive]
+    return [[value - mean for value, mean in zip(own, means)] for own in returns]
+
+
+def spread(row: Row, advantages: Sequence[float], end: int) -> list[float]:
+    """Give each id the advantage of the pick it decides: a letter its own, an action's first ids that of its first.
+
+    An action's end decides against one more pick, and so does STOP.
+    """
+    spread_out, pick, at = [0.0] * len(row.mask), 0, 0
+    for step in row.trajectory.steps:
+        while not row.mask[at]:
+            at += 1
+        until = next((place for place in range(at, len(row.mask)) if not row.mask[place]), len(row.mask))
+        letters = len(step.change.added)
+        last = until - 1 if letters and row.completion[until - 1] == end else until
+        for place in range(at, until):
+            own = min(letters, max(0, place - (last - letters)))
+            spread_out[place] = advantages[pick + own]
+        pick, at = pick + letters, until
+    return spread_out
+
+
+KINDS: dict[str, type[WalkTrainer]] = {
+    "grpo": WalkTrainer, "placebo": Placebo, "rft": Rejecting, "per_pick": PerPick,
+}  # fmt: skip
+
+
+def prepare(source: Path, config: Config) -> Path:
+    """Open the control's run directory with the warm start and the ranker of the run it shares them with."""
+    if not (source / "warm_start" / "adapter_config.json").exists():
+        raise ConfigError(f"no warm start in {source}; train that run first with `cuewalk train --config …`")
+    run = open_run(config)
+    for name in ("warm_start", "walks"):
+        if (source / name).exists() and not (run / name).exists():
+            shutil.copytree(source / name, run / name)
+    if (source / "ranker.json").exists():
+        shutil.copy(source / "ranker.json", run)
+    return run
+
+
+def steps_for(source: Path) -> int:
+    """Return how many steps of the warm start fit in the time that the same run's GRPO took."""
+    lines = (source / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    _, seconds = read_metrics(source / "metrics.jsonl")
+    if missing := {"warm_start", "grpo"} - set(seconds):
+        raise ConfigError(f"{source}/metrics.jsonl tells no time of {' or '.join(sorted(missing))}; finish that run")
+    taught = sum('"stage": "warm_start"' in line and '"certain"' in line for line in lines)
+    return round(seconds["grpo"] / seconds["warm_start"] * taught)
+
+
+def train_control(kind: str, source: Path, config: Config) -> Path:
+    """Train a control from the warm start of `source` in the run directory of `config`, and return that."""
+    run, chat = prepare(source, config), Chat(load_tokenizer(config.model))
+    if (run / "trained" / "adapter_config.json").exists():
+        return run
+    tasks: Tasks = select(load_part(config.data, "train"), evidence=True, clean=True)
+    graphs = load_graphs(config, tasks.conversations, SentenceEncoder(config.encoder))
+    memories = Memories(graphs, config.env, rank_of(config, run))
+    model = load_adapter(config, run / "warm_start", trainable=True)
+    if kind == "more_sft":
+        steps, batch = steps_for(source), int(config.sft.get("per_device_train_batch_size", 4))
+        more = replace(
+            config, seed=config.seed + 1, warm_start=replace(config.warm_start, rows=steps * batch)
+        )  # other letters, and each question from another k
+        warm_start(more, run / "more_sft", model, chat, teach_rows(more, tasks, memories, chat))
+        shutil.copytree(run / "more_sft" / "warm_start", run / "trained")
+        return run
+    rollouts = (Picks if kind == "per_pick" else Rollouts)(config, tasks, memories, chat, TrajectoryJudge(config.judge))
+    train_grpo(config, run, model, rollouts, KINDS[kind])
+    return run
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line, train the control."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=(*KINDS, "more_sft"))
+    parser.add_argument("--config", required=True, help="of the run whose warm start is shared, in its run_dir")
+    parser.add_argument("--out", required=True, help="the control's own run directory")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to override")
+    options, rest = parser.parse_known_args(arguments)
+    if wrong := [part for part in rest if "=" not in part or part[0] == "-"]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    try:
+        config = load_config(options.config, [*options.overrides, *rest])
+        run = train_control(options.kind, Path(config.run_dir), replace(config, run_dir=options.out))
+    except ConfigError as error:
+        parser.error(str(error))
+    print(f"trained: {run}. Measure it: cuewalk evaluate --config {options.config} run_dir={run} …")
+
+
+if __name__ == "__main__":
+    main()

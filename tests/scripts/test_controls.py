@@ -1,0 +1,106 @@
+"""Controls: what shuffles, what imitates, what credits a pick; all from one warm start, which stays as it was."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cuewalk.env import Ending, Gold, RetrievalEnv
+from cuewalk.judges import TrajectoryJudge
+from cuewalk.rl.config import ConfigError
+from cuewalk.rl.data import Memories
+from cuewalk.rl.grpo import WalkTrainer
+from cuewalk.rl.rollout import Row
+from cuewalk.scripts.controls import Picks, Placebo, Rejecting, pick_advantages, prepare, spread, steps_for
+from tests.rl.test_training import RULES, config, tasks  # noqa: F401 - fixtures
+
+
+def scored_by(kind, advantages, monkeypatch, size=2, step=0):
+    """Return the advantages that a control makes of GRPO's, without a trainer."""
+    monkeypatch.setattr(
+        WalkTrainer, "_generate_and_score_completions", lambda self, inputs: {"advantages": torch.tensor(inputs)}
+    )
+    control = object.__new__(kind)
+    control.num_generations, control.args = size, SimpleNamespace(seed=0)
+    control.state = SimpleNamespace(global_step=step)
+    return control._generate_and_score_completions(advantages)["advantages"].tolist()
+
+
+def test_a_placebo_shuffles_the_advantages_of_a_step_anew_in_each(monkeypatch):
+    own = [float(value) for value in range(16)]
+    first, again, next_one = (scored_by(Placebo, own, monkeypatch, step=step) for step in (0, 0, 1))
+    assert sorted(first) == own and first != own
+    assert first == again != next_one
+
+
+def test_rejection_keeps_the_best_of_each_live_group(monkeypatch):
+    advantages = [0.5, -0.25, 0.5, -0.75, 0.0, 0.0, 0.0, 0.0]
+    assert scored_by(Rejecting, advantages, monkeypatch, size=4) == [1, 0, 1, 0, 0, 0, 0, 0]
+
+
+def test_a_pick_is_compared_with_those_who_came_as_far():
+    # Two walks of two picks and one that stopped at once: at the first pick all three, then the two, then the two.
+    assert pick_advantages([[0.6, 0.1, 0.0], [0.0], [0.3, 0.3, 0.2]]) == [
+        pytest.approx([0.3, -0.1, -0.1]), pytest.approx([-0.3]), pytest.approx([0.0, 0.1, 0.1])
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def row(graph, question, chat):
+    """Two letters, then STOP, as tokens: EXPAND is 4 ids, a letter one."""
+    env = RetrievalEnv(graph, question, replace(RULES, frontier_cap=3))
+    prompt = chat.first(env.reset()[0])
+    made = Row(env, prompt)
+    for action in ("EXPAND A B", "STOP"):
+        said = chat.action(action)
+        made.append(said, [0.0] * len(said), sampled=True)
+        observation, _, ended, _, _ = env.step(action)
+        if not ended:
+            made.append(chat.following(observation), [0.0] * 99, sampled=False)
+    return made
+
+
+def test_each_id_has_the_credit_of_the_pick_that_it_decides(row, chat):
+    found = spread(row, [10.0, 20.0, 30.0], chat.end)
+    sampled = [value for value, own in zip(found, row.mask, strict=True) if own]
+    expand, stop = len(chat.untrusted("EXPAND")), len(chat.action("STOP"))
+    # EXPAND decides the first pick as A does, B the second; the action's end and STOP decide against a third.
+    assert sampled == [*[10.0] * expand, 10.0, 20.0, 30.0, *[30.0] * stop]
+    assert not any(value for value, own in zip(found, row.mask, strict=True) if not own)
+
+
+def test_a_pick_earns_what_it_found_less_its_price_and_the_end_the_rest(row, graph, question, config, chat):  # noqa: F811
+    sources = [graph.entries[entry].sources for entry in row.trajectory.working]
+    gold = Gold("x", (sources[2][0], "elsewhere"), 4)  # half of it is the second pick's
+    tasks = SimpleNamespace(gold={question.id: gold})  # noqa: F811
+    picks = Picks(config, tasks, Memories({"toy": graph}, config.env), chat, TrajectoryJudge())
+    price = config.judge.price
+    assert row.trajectory.ending is Ending.STOPPED
+    assert picks.returns(row, 0.4) == pytest.approx([0.4, 0.4 + price, 0.4 + price - (0.5 - price)])
+
+
+def test_a_control_has_a_run_of_its_own_with_the_same_start(config, tmp_path):  # noqa: F811
+    source = tmp_path / "source"
+    with pytest.raises(ConfigError, match="no warm start in"):
+        prepare(source, config)
+    (source / "warm_start").mkdir(parents=True)
+    (source / "warm_start" / "adapter_config.json").write_text("{}")
+    (source / "ranker.json").write_text("{}")
+    run = prepare(source, config)
+    assert run == tmp_path / "run" and (run / "warm_start" / "adapter_config.json").exists()
+    assert (run / "ranker.json").exists() and (run / "config.json").exists() and not (run / "trained").exists()
+    with pytest.raises(ConfigError, match="other settings"):
+        prepare(source, replace(config, seed=5))
+
+
+def test_more_teaching_takes_the_time_that_grpo_took(tmp_path):
+    lines = [{"stage": "warm_start", "step": step, "certain": 0.5} for step in range(1, 11)]
+    lines.append({"stage": "warm_start", "step": 10, "train_runtime": 50.0})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(ConfigError, match="tells no time of grpo"):
+        steps_for(tmp_path)
+    lines.append({"stage": "grpo", "step": 2, "train_runtime": 30.0})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert steps_for(tmp_path) == 6
