@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cuewalk.env.records import Gold, Question, Tasks
-from cuewalk.env.tasks import PARTS, DataError, embedded, join_tasks, read_data, reading, splits
+from cuewalk.env.tasks import PARTS, UNANSWERABLE, DataError, embedded, join_tasks, read_data, reading, splits
 from cuewalk.memory.records import Conversation, Message
 
 LONGMEMEVAL_TYPES = {
@@ -19,8 +19,8 @@ LONGMEMEVAL_TYPES = {
 """LongMemEval's question types as numbers of `CATEGORIES`. A preference's answer is a rubric: its F1 means nothing."""
 
 
-def load_longmemeval(path: str | Path, part: str, *, pinned: bool = True) -> Tasks:
-    """Load one part of LongMemEval (cleaned): 59, 19 and 392 questions; the 30 abstentions (`…_abs`) are left out.
+def load_longmemeval(path: str | Path, part: str, *, unanswerable: bool = False, pinned: bool = True) -> Tasks:
+    """Load one part of LongMemEval (cleaned): 59, 19 and 392 questions; or its abstentions, the `…_abs` of those.
 
     A question has a conversation of its own, with its id. Sessions are numbered in order of time, and `s3:12` is the
     12th turn of the third: stored ids tell which sessions hold the answer. Evidence are the turns with `has_answer`.
@@ -35,9 +35,11 @@ def load_longmemeval(path: str | Path, part: str, *, pinned: bool = True) -> Tas
     content = _read(path, "longmemeval", pinned)
     with reading(str(path)):
         rows = {row["question_id"]: row for row in content}
-        if missing := [id_ for id_ in splits()["longmemeval"][part] if id_ not in rows]:
+        ids = splits()["longmemeval"][part]
+        if missing := [id_ for id_ in ids if id_ not in rows]:
             raise DataError(f"{path} lacks {len(missing)} questions of {part}, such as {missing[0]!r}")
-        return join_tasks(_haystack(rows[id_]) for id_ in splits()["longmemeval"][part])
+        asked = [twin for id_ in ids if (twin := f"{id_}_abs") in rows] if unanswerable else ids
+        return join_tasks(_haystack(rows[id_]) for id_ in asked)
 
 
 def _haystack(row: Mapping[str, Any]) -> Tasks:
@@ -51,6 +53,8 @@ def _haystack(row: Mapping[str, Any]) -> Tasks:
         evidence += [id_ for id_, turn in told if turn.get("has_answer")]
     question = Question(row["question_id"], row["question_id"], row["question"].strip())
     gold = Gold(str(row["answer"]).strip(), tuple(evidence), LONGMEMEVAL_TYPES[row["question_type"]])
+    if question.id.endswith("_abs"):  # its answer says why there is none
+        gold = Gold("", (), UNANSWERABLE)
     conversation = Conversation(question.id, tuple(messages), breaks=frozenset(breaks))
     return Tasks({question.id: conversation}, (question,), {question.id: gold})
 

@@ -22,8 +22,8 @@ class Gold:
 
     answer: str  #: The reference answer.
     evidence: tuple[str, ...]  #: Ids of the messages that support it; empty where the data give none.
-    #: 1 multi-hop, 2 temporal, 3 open-domain, 4 single-hop, 6 knowledge-update (not in LoCoMo); LoCoMo's 5
-    #: (adversarial) is not loaded. Compare by number: names differ between papers.
+    #: 1 multi-hop, 2 temporal, 3 open-domain, 4 single-hop, 6 knowledge-update (not in LoCoMo); 5
+    #: where nothing answers. Compare by number: names differ between papers.
     category: int
     clean: bool = True  #: False where the errata mark the answer or the evidence wrong.
     silver: bool = False  #: True where the evidence was guessed from the answer's words, see `silver_evidence`.

@@ -16,6 +16,7 @@ from cuewalk.memory.records import MONTHS, Conversation, Message, Note
 
 LOCOMO_SHA256 = "79fa87e90f04081343b8c8debecb80a9a6842b76a7aa537dc9fdf651ea698ff4"
 PARTS = ("train", "val", "test")
+UNANSWERABLE = 5  # LoCoMo's adversarial category
 CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 6: "knowledge-update"}
 
 
@@ -47,8 +48,12 @@ def splits() -> Mapping[str, Mapping[str, tuple[str, ...]]]:
     return {name: {part: tuple(ids) for part, ids in parts.items()} for name, parts in stored.items()}
 
 
-def load_locomo(path: str | Path, split: str, part: str, *, sha256: str | None = LOCOMO_SHA256) -> Tasks:
+def load_locomo(
+    path: str | Path, split: str, part: str, *, unanswerable: bool = False, sha256: str | None = LOCOMO_SHA256
+) -> Tasks:
     """Load one part of a split of `locomo10.json`: categories 1 to 4, evidence repaired, duplicates once.
+
+    Or, `unanswerable`, category 5: nothing in the conversation answers; there is no evidence, and no answer.
 
     Indexed are the messages with their image captions, and the `observation` rows as notes; never the questions,
     `event_summary`, or the stock-photo `query`.
@@ -69,7 +74,7 @@ def load_locomo(path: str | Path, split: str, part: str, *, sha256: str | None =
     samples = {sample["sample_id"]: sample for sample in content}
     if missing := [id_ for id_ in splits()[split][part] if id_ not in samples]:
         raise DataError(f"{path} lacks the conversations {missing} of {split}/{part}")
-    return join_tasks(_locomo_sample(samples[id_]) for id_ in splits()[split][part])
+    return join_tasks(_locomo_sample(samples[id_], unanswerable) for id_ in splits()[split][part])
 
 
 def join_tasks(parts: Iterable[Tasks]) -> Tasks:
@@ -98,7 +103,7 @@ def repair_evidence(stored: Iterable[str], known: Iterable[str]) -> tuple[str, .
     return tuple(dict.fromkeys(id_ for id_ in found if id_ in existing))
 
 
-def _locomo_sample(sample: Mapping[str, Any]) -> Tasks:
+def _locomo_sample(sample: Mapping[str, Any], unanswerable: bool) -> Tasks:
     raw = sample["conversation"]
     sessions = sorted(int(key.split("_")[1]) for key in raw if re.fullmatch(r"session_\d+", key))
     messages = []
@@ -117,13 +122,13 @@ def _locomo_sample(sample: Mapping[str, Any]) -> Tasks:
     errata = _errata().get(sample["sample_id"], frozenset())
     questions, gold, seen = [], {}, set()
     for position, row in enumerate(sample["qa"]):
-        text, evidence = row["question"].strip(), repair_evidence(row["evidence"], known)
-        if row["category"] == 5 or (text, evidence) in seen:
+        text, evidence = row["question"].strip(), repair_evidence(row["evidence"] if not unanswerable else (), known)
+        if (row["category"] == UNANSWERABLE) != unanswerable or (text, evidence) in seen:
             continue
         seen.add((text, evidence))
         question = Question(f"{sample['sample_id']}:{position}", sample["sample_id"], text)
         questions.append(question)
-        answer = str(row["answer"]).strip()
+        answer = "" if unanswerable else str(row["answer"]).strip()
         gold[question.id] = Gold(answer, evidence, row["category"], position not in errata)
     conversation = Conversation(sample["sample_id"], tuple(messages), tuple(notes))
     return Tasks({conversation.id: conversation}, tuple(questions), gold)

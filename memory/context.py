@@ -41,17 +41,6 @@ def render_context(graph: MemoryGraph, entries: Sequence[str], form: Form = "ent
     return "\n".join(lines)
 
 
-def context_sources(graph: MemoryGraph, entries: Sequence[str], form: Form = "entries") -> set[str]:
-    """Return the ids of the messages that a context tells of: cited by entries shown, or in segments shown raw."""
-    told: set[str] = set()
-    for entry in (graph.entries[id_] for id_ in entries):
-        if form != "segment":
-            told |= set(entry.sources)
-        if form in ("segment", "segment+entries"):
-            told |= {message for id_ in entry.segments for message in graph.segment_by_id[id_].messages}
-    return told
-
-
 def segment_summary(graph: MemoryGraph, segment: Segment) -> str:
     """Return a segment's extracted episodic memory; offline, where there is none, its entries' abstractions."""
     return segment.summary or "; ".join(graph.entries[entry].abstraction for entry in graph.by_segment[segment.id])

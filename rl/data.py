@@ -36,12 +36,14 @@ def rank_of(config: Config, run: Path) -> Rank | None:
     return Ranker.load(run / "ranker.json") if config.env.order == "ranker" else None
 
 
-def load_part(config: DataConfig, part: str) -> Tasks:
-    """Return the conversations, questions and gold of `train`, `val` or `test`.
+def load_part(config: DataConfig, part: str, *, unanswerable: bool = False) -> Tasks:
+    """Return the conversations, questions and gold of `train`, `val` or `test`; or the questions that nothing answers.
 
     A DataError if the data can't be had, a ConfigError if what is asked for does not exist.
     """
     try:
+        if unanswerable and config.source not in ("locomo", "longmemeval"):
+            raise DataError(f"{config.source} has no unanswerable questions; locomo and longmemeval do")
         if config.source == "synthetic":
             return load_synthetic(part, config.conversations[PARTS.index(part)])
         if config.source == "json" and config.path is not None:
@@ -52,8 +54,10 @@ def load_part(config: DataConfig, part: str) -> Tasks:
         if path is None:
             raise DataError(f"no {config.source}: set data.path or the environment variable CUEWALK_DATA to its folder")
         if config.source == "locomo":
-            return load_locomo(path, config.split, part)
-        return (load_longmemeval if config.source == "longmemeval" else load_perltqa)(path, part)
+            return load_locomo(path, config.split, part, unanswerable=unanswerable)
+        if config.source == "longmemeval":
+            return load_longmemeval(path, part, unanswerable=unanswerable)
+        return load_perltqa(path, part)
     except DataError:
         raise
     except ValueError as error:

@@ -21,7 +21,7 @@ from scipy import stats
 from tqdm import tqdm
 
 from cuewalk.env import DataError, Gold, Question, RetrievalEnv, Tasks, Trajectory
-from cuewalk.env.tasks import select
+from cuewalk.env.tasks import UNANSWERABLE, select
 from cuewalk.judges import JudgeError, Verdict
 from cuewalk.judges.answers import score_answer
 from cuewalk.judges.correctness import ByEndpoint
@@ -33,6 +33,7 @@ from cuewalk.rl.data import load_graphs, load_part
 from cuewalk.rl.run import provenance
 from cuewalk.rl.transcript import TranscriptError
 from cuewalk.scripts.blocks import Retrieve, Retrieved, measure_blocks
+from cuewalk.scripts.evaluate import first_by_digest
 from cuewalk.scripts.measures import Measures, measure_walk
 from cuewalk.scripts.paired import compare as compare_paired
 from cuewalk.scripts.systems import Kit, System, list_systems, parse_options, walking_rules
@@ -42,6 +43,12 @@ MEASURING = "1"
 
 COMPARED = ("recall_at_8", "recall_at_300t", "evidence_recall", "answer_f1", "judge")
 RIVALS = ("top_k=8", "trained")
+ASK = """
+If the memories do not answer the question, the answer is: Not mentioned.
+Question: {question}
+Short answer:"""
+ABSTAINED = ("not mentioned", "no information available")
+"""What LoCoMo counts as an abstention, wherever it stands in an answer (category 5)."""
 SAVE_EVERY = 20
 GIVE_UP = 3
 """Questions in a row at which an endpoint fails before a system is left for the next start."""
@@ -57,6 +64,7 @@ class Contest:
     kit: Kit
     tasks: Tasks  #: The whole part, with evidence.
     questions: tuple[Question, ...]  #: Those asked.
+    unanswerable: tuple[Question, ...]  #: Asked too, and measured by whether the reader abstains.
     rows: Path  #: Where measures are kept.
 
     @cached_property
@@ -66,7 +74,8 @@ class Contest:
         told = self.tasks.conversations.values()
         memories = sorted(build_digest(conversation, config.memory, config.encoder) for conversation in told)
         gold = sorted((q.id, q.text, repr(self.tasks.gold[q.id])) for q in self.tasks.questions)
-        asked = (self.kit.options.reader, self.kit.options.judge and self.kit.options.endpoint)
+        reader = self.kit.options.reader and (self.kit.options.reader, ASK)
+        asked = (reader, self.kit.options.judge and self.kit.options.endpoint)
         whole = repr((MEASURING, memories, gold, config.model, config.judge, asked))
         return hashlib.sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -79,7 +88,7 @@ class Contest:
         """Return a system's rows by question; what is missing or failed before is run."""
         path = self.path(system)
         kept = _read_rows(path)
-        todo = [q for q in self.questions if "error" in kept.get(q.id, {"error": ""})]
+        todo = [q for q in (*self.questions, *self.unanswerable) if "error" in kept.get(q.id, {"error": ""})]
         if not todo:
             return kept
         retrieve = system.load()
@@ -110,6 +119,9 @@ class Contest:
             started = time.perf_counter()
             found = retrieve(graph, question)
             seconds = time.perf_counter() - started
+            if gold.category == UNANSWERABLE:
+                said = self.ask(question, found)
+                return {"question": question.id, "abstained": None if said is None else float(abstains(said))}
             count, similarity = self.kit.chat.count, self.kit.config.judge.similarity
             row: Row = {**measure_blocks(graph, question, gold, found, count, similarity), "seconds": seconds}
             if (walk := found.trajectory) is not None:
@@ -121,16 +133,22 @@ class Contest:
             return {"question": question.id, "error": str(error)}
         return {"question": question.id, **row}
 
-    def answer(self, question: Question, gold: Gold, found: Retrieved) -> Measures:
-        """Let the reader answer from the blocks; all None where they are longer than the model can read."""
-        reader, before = self.kit.reader, self.kit.reader.tokens
+    def ask(self, question: Question, found: Retrieved) -> str | None:
+        """Let the reader answer from the blocks; None where they are longer than the model can read."""
+        reader = self.kit.reader
         text = "Memories:\n" + "".join(f"{block.text}\n" for block in found.blocks)
-        ask = f"\nQuestion: {' '.join(question.text.split())}\nShort answer:"
+        ask = ASK.format(question=" ".join(question.text.split()))
         limit = getattr(reader.model.config, "max_position_embeddings", None) or 10**9
-        if len(reader.tokenizer(text + ask)["input_ids"]) + 24 > limit:
-            return {name: None for name in score_answer("", gold)}
-        said = reader.answer(reader.read(text), ask)
-        measures: Measures = {**score_answer(said, gold), "reader_tokens": float(reader.tokens - before)}
+        too_long = len(reader.tokenizer(text + ask)["input_ids"]) + 24 > limit
+        return None if too_long else reader.answer(reader.read(text), ask)
+
+    def answer(self, question: Question, gold: Gold, found: Retrieved) -> Measures:
+        """Measure the reader's answer; all None where there is none."""
+        before, said = self.kit.reader.tokens, self.ask(question, found)
+        if said is None:
+            return {name: None for name in (*score_answer("", gold), "abstained_wrongly")}
+        measures: Measures = {**score_answer(said, gold), "abstained_wrongly": float(abstains(said))}
+        measures["reader_tokens"] = float(self.kit.reader.tokens - before)
         if self.kit.options.judge:
             measures["judge"] = float(ByEndpoint(self.kit.endpoint).grade(question.text, said, gold.answer))
         return measures
@@ -153,11 +171,21 @@ def prepare(config: Config, out: Path) -> Contest:
     part = select(load_part(config.data, config.evaluation.part), evidence=True)
     questions = part.questions
     if options.questions != "all":
-        chosen = sorted(questions, key=lambda q: hashlib.sha256(q.id.encode()).hexdigest())[: options.questions]
+        chosen = first_by_digest(questions, options.questions)
         questions = select(part, ids=[question.id for question in chosen]).questions
     if not questions:
         raise DataError("no question of this part has gold evidence; there is nothing to compare by")
-    return Contest(Kit(config, options, part.gold), part, questions, out.with_name(f"{out.name}.rows"))
+    none, rows = tuple[Question, ...](), out.with_name(f"{out.name}.rows")
+    if options.unanswerable:
+        apart = load_part(config.data, config.evaluation.part, unanswerable=True)
+        known = {**part.conversations, **apart.conversations}, part.questions, {**part.gold, **apart.gold}
+        part, none = Tasks(*known), tuple(first_by_digest(apart.questions, options.unanswerable))
+    return Contest(Kit(config, options, part.gold), part, questions, none, rows)
+
+
+def abstains(answer: str) -> bool:
+    """Tell whether an answer says that nothing answers."""
+    return any(sign in answer.lower() for sign in ABSTAINED)
 
 
 def chosen_systems(contest: Contest) -> list[System]:
@@ -207,6 +235,8 @@ def summarise(
         means = own.drop(columns="actions", errors="ignore").astype(float).mean()
         row = {key: None if pd.isna(value) else float(value) for key, value in means.items()}
         at_clean = own["recall_at_8"].reindex(clean).mean()
+        said = [measured[system.name].get(question.id, {}).get("abstained") for question in contest.unanswerable]
+        silent = [value for value in said if value is not None]
         used = float((own["context_tokens"] + own["inference_tokens"]).sum())
         rows.append({
             "policy": system.name, "idea": system.idea, "questions": "all", "n": len(own),
@@ -214,6 +244,7 @@ def summarise(
             "recall_at_8_clean": None if pd.isna(at_clean) else float(at_clean),
             "seconds_p50": float(own["seconds"].quantile(0.5)), "seconds_p95": float(own["seconds"].quantile(0.95)),
             "construction_tokens": construction,
+            "abstained": sum(silent) / len(silent) if silent else None,
             "total_tokens": None if construction is None else construction + used,
         })  # fmt: skip
     source = config.data.source
@@ -228,6 +259,7 @@ def summarise(
             "n_part": len(tasks.questions),
             "n_clean": len(clean),
             "n_silver": sum(tasks.gold[question.id].silver for question in asked),
+            "n_unanswerable": len(contest.unanswerable),
         },
         "settings": {key: config_tree(config)[key] for key in ("encoder", "model", "memory", "env", "compare")},
         "rows": rows,

@@ -21,7 +21,8 @@ from cuewalk.scripts.viewer import describe_walk, read_walks, write_html
 
 FOUND = {
     "recall_at_8": "recall@8", "recall_at_300t": "recall@300t", "evidence_recall": "recall", "precision": "precision",
-    "answer_words": "answer words", "answer_f1": "answer F1", "answer_em": "EM", "judge": "judge", "reward": "reward",
+    "answer_words": "answer words", "answer_f1": "answer F1", "answer_em": "EM", "judge": "judge",
+    "abstained": "abstained", "abstained_wrongly": "wrongly", "reward": "reward",
 }  # fmt: skip
 COST = {
     "entries": "entries", "blocks": "blocks", "context_tokens": "tokens", "inference_tokens": "LM tokens",

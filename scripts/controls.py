@@ -9,7 +9,8 @@ any other (its policy `trained` is then the control); the same command again goe
   per_pick  GRPO with credit a pick: what was found from that pick on, less what the group's others found from there
   more_sft  the warm start goes on with other walks, for as many steps as fit in the time that GRPO took
 
-example:
+For example:
+
   python -m cuewalk.scripts.controls placebo --config configs/locomo_cpu.yaml --out checkpoints/locomo_cpu_placebo
 """
 
@@ -66,10 +67,11 @@ class PerPick(WalkTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         scored = super()._generate_and_score_completions(inputs)
-        rollouts = self.rollout_func
-        prompts = [ids[mask.bool()].tolist() for ids, mask in zip(scored["prompt_ids"], scored["prompt_mask"])]
-        said = [ids[mask.bool()].tolist() for ids, mask in zip(scored["completion_ids"], scored["completion_mask"])]
-        rows = [torch.tensor(rollouts.credit[tuple(p), tuple(s)]) for p, s in zip(prompts, said)]
+        names, credit = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"), self.rollout_func.credit
+        rows = [
+            torch.tensor(credit.get((tuple(prompt[shown.bool()].tolist()), tuple(said[kept.bool()].tolist())), [0.0]))
+            for prompt, shown, said, kept in zip(*(scored[name] for name in names), strict=True)
+        ]
         width = scored["completion_ids"].shape[1]
         padded = pad_sequence([*rows, torch.zeros(width)], batch_first=True)[:-1]
         scored["advantages"] = padded.to(scored["advantages"].device)
@@ -86,8 +88,9 @@ class Picks(Rollouts):
         """Walk and judge one group a question, and note what each pick brought."""
         groups = super().collect(questions, size, sampler)
         for group in groups:
-            told = [self.returns(row, verdict.reward) for row, verdict in zip(group.rows, group.verdicts) if verdict]
-            for row, advantages in zip(group.rows, pick_advantages(told), strict=True):
+            judged = [(row, own.reward) for row, own in zip(group.rows, group.verdicts, strict=True) if own is not None]
+            told = pick_advantages([self.returns(row, reward) for row, reward in judged])
+            for (row, _), advantages in zip(judged, told, strict=True):
                 self.credit[tuple(row.prompt), tuple(row.completion)] = spread(row, advantages, self.chat.end)
         return groups
 
@@ -111,7 +114,7 @@ def pick_advantages(returns: Sequence[Sequence[float]]) -> list[list[float]]:
     longest = max(map(len, returns), default=0)
     alive = [[own[pick] for own in returns if pick < len(own)] for pick in range(longest)]
     means = [sum(values) / len(values) for values in alive]
-    return [[value - mean for value, mean in zip(own, means)] for own in returns]
+    return [[value - means[pick] for pick, value in enumerate(own)] for own in returns]
 
 
 def spread(row: Row, advantages: Sequence[float], end: int) -> list[float]:

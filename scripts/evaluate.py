@@ -406,8 +406,12 @@ def model_questions(config: Config, part: Tasks) -> tuple[Question, ...]:
         if config.data.source != "locomo" or config.evaluation.part != "test" or listed is None:
             raise ConfigError("evaluation.model_questions = test_200 is a list for LoCoMo conv-4-1-5, part test")
         return select(part, ids=listed).questions
-    chosen = sorted(part.questions, key=lambda q: hashlib.sha256(q.id.encode()).hexdigest())[: int(wanted)]
-    return select(part, ids=[question.id for question in chosen]).questions
+    return select(part, ids=[question.id for question in first_by_digest(part.questions, wanted)]).questions
+
+
+def first_by_digest(questions: Sequence[Question], count: int) -> list[Question]:
+    """Return the first so many by the digest of their ids: a sample that is fixed, and grows by more of them."""
+    return sorted(questions, key=lambda question: hashlib.sha256(question.id.encode()).hexdigest())[:count]
 
 
 def summarise(bench: Bench, measured: pd.DataFrame, asked: Sequence[str]) -> dict[str, Any]:

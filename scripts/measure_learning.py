@@ -1,9 +1,9 @@
 """What was learnt, over all runs: seeds averaged by question, folds joined; writes docs/results/learning.{json,md}.
 
 Train and evaluate each run first (`cuewalk train`, `cuewalk evaluate`); this joins what those left in their run
-directories, and asks no model. Other trainings from the first run's warm start (scripts/controls.py) are set beside it:
+directories, and asks no model. Other trainings from the first run's warm start (scripts/controls.py) stand beside it:
 
-  python -m cuewalk.scripts.measure_learning checkpoints/locomo_cpu checkpoints/locomo_cpu_b \\
+  python -m cuewalk.scripts.measure_learning checkpoints/locomo_cpu checkpoints/locomo_cpu_b
     --beside placebo=checkpoints/locomo_cpu_placebo rft=checkpoints/locomo_cpu_rft
 """
 

@@ -22,7 +22,7 @@ from cuewalk.env.state import EnvConfig
 from cuewalk.env.tasks import join_tasks, select
 from cuewalk.judges import covered, evidence_recall
 from cuewalk.memory import LINK_KINDS, BuildConfig, MemoryGraph, SentenceEncoder, build_graph
-from cuewalk.memory.context import FORMS, context_sources, render_context
+from cuewalk.memory.context import FORMS, Form, render_context
 from cuewalk.memory.groups import GroupConfig, Groups, objective
 from cuewalk.memory.hierarchy import expand_while_surer, select_backbone
 from cuewalk.memory.models import load_tokenizer
@@ -198,6 +198,17 @@ def _walks(split: str, asked: Sequence[tuple[MemoryGraph, Question, Gold]]) -> l
         rows.append({"links": f"walk, {name}", "hops": 6, "k": 5, "split": split, "reachable": None,
                      "oracle_recall": mean(recall), "oracle_entries": mean(size), "frontier": float(CAP)})  # fmt: skip
     return rows
+
+
+def context_sources(graph: MemoryGraph, entries: Sequence[str], form: Form = "entries") -> set[str]:
+    """Return the ids of the messages that a context tells of: cited by entries shown, or in segments shown raw."""
+    told: set[str] = set()
+    for entry in (graph.entries[id_] for id_ in entries):
+        if form != "segment":
+            told |= set(entry.sources)
+        if form in ("segment", "segment+entries"):
+            told |= {message for id_ in entry.segments for message in graph.segment_by_id[id_].messages}
+    return told
 
 
 def context() -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pydantic.dataclasses
-from pydantic import PositiveInt, TypeAdapter, ValidationError
+from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from cuewalk.env import EnvConfig, Gold, Rank
 from cuewalk.env.render import RENDERER
@@ -41,10 +41,14 @@ class CompareConfig:
     reader: str | None = None  #: A local model that answers from what was found, and decides in xMemory's stage II.
     endpoint: ModelConfig | None = None  #: Of the prompted policy, and of the strict judge.
     judge: bool = False  #: Let the endpoint judge the reader's answers.
+    #: So many questions that nothing answers are asked too, of LoCoMo or LongMemEval: does the reader say so?
+    unanswerable: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         if self.judge and (self.reader is None or self.endpoint is None):
             raise ValueError("compare.judge needs compare.reader, whose answers it judges, and compare.endpoint")
+        if self.unanswerable and self.reader is None:
+            raise ValueError("compare.unanswerable needs compare.reader, which answers, or says that nothing does")
 
 
 def parse_options(config: Config) -> CompareConfig:

@@ -74,6 +74,13 @@ def test_a_longmemeval_question_is_a_conversation_with_neutral_ids(lme):
     assert "secret" not in repr(tasks)
 
 
+def test_an_abstention_goes_with_its_base_id_and_has_no_gold(lme):
+    tasks = load_longmemeval(lme, "train", pinned=False, unanswerable=True)
+    assert [question.id for question in tasks.questions] == ["q1_abs"]
+    assert tasks.gold == {"q1_abs": Gold("", (), 5)}
+    assert load_longmemeval(lme, "test", pinned=False, unanswerable=True).questions == ()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

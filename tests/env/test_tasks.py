@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from cuewalk.env import DataError, load_json
+from cuewalk.env import DataError, Gold, Question, load_json
 from cuewalk.env.tasks import (
     LOCOMO_SHA256,
     load_locomo,
@@ -111,6 +111,13 @@ def test_a_locomo_file_is_loaded_by_the_rules(small):
     assert [q.id for q in select(tasks, evidence=True, clean=True).questions] == ["conv-26:0"]
 
 
+def test_what_nothing_answers_is_loaded_apart_without_evidence(small):
+    trap = load_locomo(small, "mine", "train", sha256=None, unanswerable=True)
+    assert trap.questions == (Question("conv-26:2", "conv-26", "A trap?"),)
+    assert trap.gold == {"conv-26:2": Gold("", (), 5)}
+    assert trap.conversations == load_locomo(small, "mine", "train", sha256=None).conversations
+
+
 def test_gold_and_annotations_are_never_in_a_conversation(small):
     text = repr(load_locomo(small, "mine", "train", sha256=None).conversations)
     assert "SECRET" not in text and "How many" not in text
@@ -179,6 +186,12 @@ def test_the_real_file_gives_the_published_counts(locomo_path):
             assert set(tasks.gold[question.id].evidence) <= known
     # 827 in test less 11 exact duplicates; 4 questions of the data set have no evidence.
     assert counts == {"train": (632, 630), "val": (81, 81), "test": (816, 814)}
+
+
+def test_the_real_file_gives_the_published_adversarial_questions(locomo_path):
+    parts = [load_locomo(locomo_path, "conv-4-1-5", part, unanswerable=True) for part in ("train", "val", "test")]
+    # 446 in all: 192 less repeated ones, 24, and 230.
+    assert [len(tasks.questions) for tasks in parts] == [192, 24, 230]
 
 
 def test_no_training_question_evidence_or_conversation_is_in_a_test_set(locomo_path):

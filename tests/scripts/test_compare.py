@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cuewalk.env import DataError, Gold
+from cuewalk.env import DataError, Gold, Question, Tasks
 from cuewalk.rl.config import Config, ConfigError, parse_config
 from cuewalk.rl.ranker import FEATURES, Ranker
 from cuewalk.scripts import compare as module
@@ -14,6 +14,7 @@ from cuewalk.scripts import systems as systems_module
 from cuewalk.scripts.cli import main
 from cuewalk.scripts.compare import chosen_systems, compare, efficient, holm, p_value, prepare, replay
 from cuewalk.scripts.compare_report import markdown, write_comparison
+from cuewalk.scripts.evaluate import first_by_digest
 from cuewalk.scripts.systems import list_systems, parse_options
 from cuewalk.scripts.viewer import read_walks
 from tests.conftest import MESSAGES, WordEncoder
@@ -72,7 +73,8 @@ def written(out) -> dict[str, Path]:
 def test_the_result_has_the_one_form_and_exact_values(config, tmp_path):
     result = compare(config, tmp_path / "toy")
     assert {"name", "command", "commit", "seeds", "versions", "data", "rows", "comparisons"} <= result.keys()
-    assert result["data"] == {"dataset": "json", "split": "test", "n": 4, "n_part": 4, "n_clean": 4, "n_silver": 0}
+    assert result["data"] == {"dataset": "json", "split": "test", "n": 4, "n_part": 4, "n_clean": 4, "n_silver": 0,
+                              "n_unanswerable": 0}  # fmt: skip
     assert [row["policy"] for row in result["rows"]] == list(SOME)
     whole = rows_of(result, "full_context")
     assert (whole["evidence_recall"], whole["entries"], whole["blocks"], whole["failed"]) == (1.0, 6.0, 4.0, 0)
@@ -201,6 +203,37 @@ def test_a_reader_answers_and_a_strict_judge_grades(config, tmp_path, tiny_model
     assert "answer F1" in markdown(result) and len(asked) <= 4
 
 
+def test_what_nothing_answers_is_measured_by_whether_the_reader_abstains(config, tmp_path, tiny_model, monkeypatch):
+    tree = {"systems": ["stop", "top_k=8"], "reader": str(tiny_model), "unanswerable": 2}
+    config = replace(config, compare=tree)
+    with pytest.raises(DataError, match="json has no unanswerable questions"):
+        compare(config, tmp_path / "toy")
+    load, traps = module.load_part, [Question(f"a:trap{i}", "a", f"Who sang {i}?") for i in range(3)]
+
+    def with_traps(data, part, unanswerable=False):
+        known = load(data, part)
+        apart = Tasks(known.conversations, tuple(traps), {q.id: Gold("", (), 5) for q in traps})
+        return apart if unanswerable else known
+
+    def said(contest, question, found):  # of the traps the first says nothing is known, and search is too long to read
+        if len(found.blocks) > 1:
+            return None
+        return "I think that is Not Mentioned." if question.id in ("a:trap0", "a:1") else "Tuesday"
+
+    monkeypatch.setattr(module, "load_part", with_traps)
+    monkeypatch.setattr(module.Contest, "ask", said)
+    asked = {question.id for question in first_by_digest(traps, 2)}
+    assert asked == {"a:trap0", "a:trap2"}
+    result = compare(config, tmp_path / "toy")
+    stop, search = rows_of(result, "stop"), rows_of(result, "top_k=8")
+    assert (stop["n"], stop["failed"], result["data"]["n_unanswerable"]) == (4, 0, 2)
+    assert stop["abstained"] == 0.5 and stop["abstained_wrongly"] == 0.25
+    assert search["abstained"] is search["abstained_wrongly"] is search["answer_f1"] is None
+    kept = json.loads(written(tmp_path / "toy")["stop"].read_text())["rows"]
+    assert {row["question"] for row in kept} == asked | {"a:1", "a:2", "b:1", "b:2"}
+    assert "| abstained | wrongly |" in markdown(result)
+
+
 def test_walks_are_replayed_from_what_was_kept(config, tmp_path):
     out = tmp_path / "toy"
     result = compare(config, out)
@@ -301,6 +334,7 @@ def test_the_frontier_is_what_nothing_beats_in_both():
         ({"endpoint": {"modell": "x"}}, "did you mean 'model'"),
         ({"questions": 0}, "compare.questions"),
         ({"judge": True}, "compare.judge needs compare.reader"),
+        ({"unanswerable": 5}, "compare.unanswerable needs compare.reader"),
     ],
 )
 def test_a_mistake_in_the_section_is_named(section, message):

@@ -11,10 +11,11 @@ from cuewalk.env import Ending, Gold, RetrievalEnv
 from cuewalk.judges import TrajectoryJudge
 from cuewalk.rl.config import ConfigError
 from cuewalk.rl.data import Memories
-from cuewalk.rl.grpo import WalkTrainer
+from cuewalk.rl.grpo import WalkTrainer, train_grpo
 from cuewalk.rl.rollout import Row
-from cuewalk.scripts.controls import Picks, Placebo, Rejecting, pick_advantages, prepare, spread, steps_for
-from tests.rl.test_training import RULES, config, tasks  # noqa: F401 - fixtures
+from cuewalk.rl.train import new_adapter
+from cuewalk.scripts.controls import PerPick, Picks, Placebo, Rejecting, pick_advantages, prepare, spread, steps_for
+from tests.rl.test_training import RULES, ByLetters, config, tasks  # noqa: F401 - fixtures
 
 
 def scored_by(kind, advantages, monkeypatch, size=2, step=0):
@@ -79,6 +80,17 @@ def test_a_pick_earns_what_it_found_less_its_price_and_the_end_the_rest(row, gra
     price = config.judge.price
     assert row.trajectory.ending is Ending.STOPPED
     assert picks.returns(row, 0.4) == pytest.approx([0.4, 0.4 + price, 0.4 + price - (0.5 - price)])
+
+
+def test_credit_a_pick_trains(config, tasks, graph, chat, tmp_path):  # noqa: F811
+    (tmp_path / "run").mkdir()
+    config = replace(config, grpo=config.grpo | {"max_steps": 1})
+    model, before = new_adapter(config), {}
+    for name, weights in model.named_parameters():
+        before[name] = weights.detach().clone()
+    picks = Picks(config, tasks, Memories({"toy": graph}, config.env), chat, ByLetters())
+    train_grpo(config, tmp_path / "run", model, picks, PerPick)
+    assert picks.credit and any(not torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
 def test_a_control_has_a_run_of_its_own_with_the_same_start(config, tmp_path):  # noqa: F811
