@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from cuewalk.env import DataError, Gold, Question, load_json
+from cuewalk.env import DataError, Question, load_json
 from cuewalk.env.tasks import (
     LOCOMO_SHA256,
     load_locomo,
@@ -114,7 +114,8 @@ def test_a_locomo_file_is_loaded_by_the_rules(small):
 def test_what_nothing_answers_is_loaded_apart_without_evidence(small):
     trap = load_locomo(small, "mine", "train", sha256=None, unanswerable=True)
     assert trap.questions == (Question("conv-26:2", "conv-26", "A trap?"),)
-    assert trap.gold == {"conv-26:2": Gold("", (), 5)}
+    (gold,) = trap.gold.values()
+    assert (gold.answer, gold.evidence, gold.category) == ("", (), 5)
     assert trap.conversations == load_locomo(small, "mine", "train", sha256=None).conversations
 
 
