@@ -8,6 +8,7 @@
   build   a memory built, beside encoding its texts
   serve   one question at a time, time by part
   workers two processes of one thread beside one
+  job     groups an hour, if asked for: goes on from a finished run of configs/locomo_cpu.yaml
 
 The model is SmolLM2-135M with LoRA on its upper half, as configs/locomo_cpu.yaml trains it; the memories are the
 embedded synthetic ones. All numbers are medians; ratios above 1 mean that ours is faster.
@@ -52,12 +53,11 @@ from cuewalk.rl.train import new_adapter
 from cuewalk.rl.transcript import Chat
 from cuewalk.scripts.grammar import lawful
 from cuewalk.scripts.results import race, table
+from cuewalk.scripts.throughput import job
 
 Row = dict[str, Any]
 
-GROUP = 8
-TURNS = 3
-ROUNDS = 3
+GROUP, TURNS, ROUNDS = 8, 3, 3
 CONFIG = parse_config({"env": {"value_words": 14}, "lora": {"layers_to_transform": list(range(15, 30))}})
 
 
@@ -457,13 +457,12 @@ def workers() -> list[Row]:
 def _sample_alone(times: int) -> float:
     """Sample one group on one thread, again and again; return trajectories a second."""
     torch.set_num_threads(1)
-    groups, model = scripts(1), policy()
-    sample_ours(model, groups)
-    return GROUP / race([partial(sample_ours, model, groups)], times)[0]
+    sample_ours(policy(), groups := scripts(1))
+    return GROUP / race([partial(sample_ours, policy(), groups)], times)[0]
 
 
 PARTS: dict[str, Callable[[], list[Row]]] = {
-    part.__name__: part for part in (sample, train, step, env, search, build, serve, workers)
+    part.__name__: part for part in (sample, train, step, env, search, build, serve, workers, job)
 }
 
 
@@ -484,7 +483,7 @@ def benchmark(parts: Sequence[str], out: Path) -> None:
         print(table(rows, COLUMNS), f"\n{part}: written to {path}", flush=True)
 
 
-COLUMNS = ("benchmark", "unit", "ours", "baseline", "floor", "vs_baseline", "vs_floor", "padding", "same")
+COLUMNS = ("benchmark", "unit", "ours", "baseline", "floor", "vs_baseline", "vs_floor", "padding", "merged", "same")
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -495,6 +494,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"sides in turns in one run: medians of {ROUNDS} rounds, one where only the shape grows. Ratios above 1 mean "
         "that ours is faster. `baseline` is the usual way: each turn generated from the whole history again, TRL's own "
         "loss on the same rows; of two processes, one such. `floor` is bare forward (and backward) passes over as many "
-        "tokens in one sequence, bare FAISS, or bare encoding. `same`: equal results.",
+        "tokens in one sequence, bare FAISS, or bare encoding. `padding` and `merged`: shares of "
+        "ids computed for nothing, and of trajectories computed with an equal one. `same`: equal results.",
         table(result["rows"], COLUMNS),
     ]) + "\n"  # fmt: skip

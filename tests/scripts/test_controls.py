@@ -15,6 +15,7 @@ from cuewalk.rl.grpo import WalkTrainer, train_grpo
 from cuewalk.rl.rollout import Row
 from cuewalk.rl.train import new_adapter
 from cuewalk.scripts.controls import PerPick, Picks, Placebo, Rejecting, pick_advantages, prepare, spread, steps_for
+from cuewalk.scripts.throughput import rate
 from tests.rl.test_training import RULES, ByLetters, config, tasks  # noqa: F401 - fixtures
 
 
@@ -116,3 +117,14 @@ def test_more_teaching_takes_the_time_that_grpo_took(tmp_path):
     lines.append({"stage": "grpo", "step": 2, "train_runtime": 30.0})
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert steps_for(tmp_path) == 6
+
+
+def test_the_rate_of_a_job_counts_every_process_and_what_was_replaced(tmp_path):
+    lines = [
+        {"stage": "grpo", "step": step, "groups/live": 4.0, "groups/all": 4.0, "groups/replaced": float(step),
+         "groups/distinct_trajectories": 4.0 + step, "step_time": 30.0}
+        for step in (1, 2)
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    # 4 + 1 and 4 + 2 in a minute, by each of two processes.
+    assert rate(tmp_path, 2) == {"ours": pytest.approx(22 * 60), "distinct": 5.5}
