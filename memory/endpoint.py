@@ -131,21 +131,16 @@ class Endpoint:
         """Return a reply's text, from the cache if this very question was answered before."""
         named = {"name": schema.__name__, "schema": _strict(schema), "strict": True}
         form = {"type": "json_schema", "json_schema": named}
-        asked = [self.config.base_url, self.config.model, self.config.max_tokens, form, messages]
-        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
+        sizes = {"temperature": 0, "seed": 42, "max_tokens": self.config.max_tokens}
+        asked = {"model": self.config.model, "messages": messages, "response_format": form, **sizes}
+        whole = json.dumps([self.config.base_url, asked], sort_keys=True)
+        digest = hashlib.sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()
         if (known := self._cache.get(digest)) is not None:
             with self._lock:
                 self.usage.cached += 1
             return str(known)
         try:
-            done: Any = self._client.chat.completions.create(  # type: ignore[call-overload]
-                model=self.config.model,
-                messages=messages,
-                response_format=form,
-                temperature=0,
-                seed=42,
-                max_tokens=self.config.max_tokens,
-            )
+            done: Any = self._client.chat.completions.create(**asked)  # type: ignore[call-overload]
         except openai.OpenAIError as error:
             raise EndpointError(
                 f"cannot ask {self.config.model!r} at {self.config.base_url}: {error}. Is the server up, and does it "

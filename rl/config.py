@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -113,6 +113,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     memory: BuildConfig = field(default_factory=BuildConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
+    #: Budgets that training walks draw from; empty: env.budget, as evaluation has it. Serving may take any.
+    budgets: tuple[PositiveInt, ...] = ()
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -121,6 +123,10 @@ class Config:
     sft: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
     compare: dict[str, Any] = field(default_factory=dict)  #: Of `cuewalk compare`: scripts/systems.py.
+
+    def training_rules(self, draw: int) -> EnvConfig:
+        """Return the rules of a training walk; any number may be its draw."""
+        return replace(self.env, budget=self.budgets[draw % len(self.budgets)]) if self.budgets else self.env
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -147,11 +147,12 @@ class Rollouts:
         config = self.config
         # The letters hang on question and step alone: several processes show what one would.
         seeds = [random.Random(f"{config.seed}/{self.step}/{question.id}").getrandbits(31) for question in questions]
+        rules = [config.training_rules(seed) for seed in seeds]
+        asked = [partial(self.memories.env, *pair) for pair in zip(questions, rules, strict=True)]
         if config.sampling.groups == "enumerated":
-            asked = [partial(self.memories.env, question) for question in questions]
             walked = [enumerate_first(env, size, self.chat, seed) for env, seed in zip(asked, seeds, strict=True)]
         else:
-            envs = [[self.memories.env(question) for _ in range(size)] for question in questions]
+            envs = [[env() for _ in range(size)] for env in asked]
             walked = walk(envs, sampler, self.chat, max_tokens=config.sampling.max_tokens, seeds=seeds)
         return [Group(q, rows, [self.verdict(row) for row in rows]) for q, rows in zip(questions, walked, strict=True)]
 

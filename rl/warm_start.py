@@ -47,7 +47,7 @@ def teach_rows(config: Config, tasks: Tasks, memories: Memories, chat: Chat) -> 
     for number, (question, k) in enumerate(pairs):
         if not any(wanted.values()):
             break
-        env = memories.env(question, replace(config.env, k=k))
+        env = memories.env(question, replace(config.training_rules(number), k=k))
         observation, _ = env.reset(seed=config.seed * 1_000_003 + number, options={"shuffle_labels": True})
         gold = tasks.gold[question.id]
         at_once = isinstance(oracle_action(env, gold), Stop)

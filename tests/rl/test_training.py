@@ -162,6 +162,24 @@ class FakeTrainer:
         self.accelerator = type("A", (), {"process_index": 0, "unwrap_model": staticmethod(lambda m: m)})()
 
 
+class Stopping:
+    """A sampler whose rows all stop at once."""
+
+    tokens, margins = 0, ()
+
+    def __init__(self, chat):
+        self.said = chat.action("STOP")
+
+    def begin(self, prompts, copies):
+        self.rows = len(prompts) * copies
+
+    def act(self, allowed=None):
+        return [self.said] * self.rows, [[0.0] * len(self.said)] * self.rows
+
+    def observe(self, rows, observations):
+        pass
+
+
 def prompts_for(questions, size):
     return [[{"role": "user", "content": q.text, "question_id": q.id}] for q in questions for _ in range(size)]
 
@@ -175,6 +193,21 @@ def test_rollouts_give_trl_rows_in_order_with_observations_masked(config, tasks,
     first, second = (chat.tokenizer.decode(out["prompt_ids"][row]) for row in (0, 3))
     assert tasks.questions[0].text in first and tasks.questions[1].text in second
     assert out["prompt_ids"][0] == out["prompt_ids"][2]
+
+
+def test_a_training_walk_draws_its_budget_and_a_group_shares_it(config, tasks, graph, chat, tmp_path):
+    config = replace(config, budgets=(1, 3))
+    source, sampler = rollouts(config, tasks, graph, chat), Stopping(chat)
+    taken = []
+    for source.step in range(6):
+        groups = source.collect(tasks.questions, 2, sampler)
+        taken += [{row.env.config.budget for row in group.rows} for group in groups]
+    assert all(len(budgets) == 1 for budgets in taken) and set.union(*taken) == {1, 3}
+    rows = teach_rows(config, tasks, Memories({"toy": graph}, config.env), chat)
+    shown = [re.search(r"Budget (\d)\.", chat.read(row["input_ids"]))[1] for row in rows]
+    assert set(shown) == {"1", "3"}
+    assert config.env.budget == RULES.budget  # what evaluation and export have
+    assert replace(config, budgets=()).training_rules(5) is config.env
 
 
 def test_dead_groups_are_replaced_and_what_stays_dead_is_masked(config, tasks, graph, chat):
