@@ -117,7 +117,7 @@ def markdown(result: dict[str, Any]) -> str:
            if detectable else "With one conversation there is no interval over conversations."),
         "## Policies, the same questions for all",
         table(result["rows"], ("policy", "n", *SHOWN)),
-        "![recall against entries](learning_entries.png)",
+        "![recall against entries and tokens](learning_curves.png)",
         "## Paired differences",
         "By question, averaged within each conversation; 95% interval by t over the conversations, and beside it the "
         "bootstrap over questions within conversations.",
@@ -165,19 +165,22 @@ def _beside_text(result: dict[str, Any]) -> list[str]:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Plot recall against entries: plain search and every model as a curve, the rest as points."""
+    """Plot recall against entries and against tokens: search and every model as a curve, the rest as points."""
     rows, curves = pd.DataFrame(result["rows"]), pd.DataFrame(result["curves"])
-    figure, axes = plt.subplots(figsize=(7.5, 4.5))
-    search = rows[rows["policy"].str.startswith("top_k")].sort_values("entries")
-    axes.plot(search["entries"], search["evidence_recall"], color="0.6", marker=".", label="search, top k")
-    for policy, own in curves.groupby("policy"):
-        line = own.sort_values("entries")
-        axes.plot(line["entries"], line["evidence_recall"], label=f"{policy}, by offset on STOP")
-    for place, row in enumerate(rows.drop(search.index).itertuples()):
-        axes.plot(row.entries, row.evidence_recall, "osD^vP*X"[place % 8], ms=5, label=row.policy)
-    axes.set(xlabel="entries in the working set (mean)", ylabel="share of the evidence found")
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    axes.grid(alpha=0.3)
+    figure, panels = plt.subplots(1, 2, figsize=(13, 4.5), sharey=True)
+    cost = {"entries": "entries in the working set (mean)", "context_tokens": "context tokens a question (mean)"}
+    for axes, (of, title) in zip(panels, cost.items(), strict=True):
+        search = rows[rows["policy"].str.startswith("top_k")].sort_values(of)
+        axes.plot(search[of], search["evidence_recall"], color="0.6", marker=".", label="search, top k")
+        for policy, own in curves.groupby("policy"):
+            line = own.sort_values(of)
+            axes.plot(line[of], line["evidence_recall"], label=f"{policy}, by offset on STOP")
+        for place, row in enumerate(rows.drop(search.index).to_dict("records")):
+            axes.plot(row[of], row["evidence_recall"], "osD^vP*X"[place % 8], ms=5, label=row["policy"])
+        axes.set(xlabel=title)
+        axes.grid(alpha=0.3)
+    panels[0].set(ylabel="share of the evidence found")
+    panels[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=150, bbox_inches="tight")
     plt.close(figure)
 
@@ -213,8 +216,8 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     options.out.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
-    plot(result, options.out.with_name(f"{options.out.name}_entries.png"))
-    print(f"written to {options.out}.json, .md and _entries.png")
+    plot(result, options.out.with_name(f"{options.out.name}_curves.png"))
+    print(f"written to {options.out}.json, .md and _curves.png")
 
 
 if __name__ == "__main__":

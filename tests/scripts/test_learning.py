@@ -9,7 +9,7 @@ import pytest
 from cuewalk.env import DataError
 from cuewalk.scripts.measure_learning import join, main, read_run
 
-MEASURES = {"reward": 0.1, "entries": 8.0, "recall_at_300t": 0.5, "evidence_recall": 0.5}
+MEASURES = {"reward": 0.1, "entries": 8.0, "context_tokens": 400.0, "recall_at_300t": 0.5, "evidence_recall": 0.5}
 
 
 def a_run(path, values, seed=0):
@@ -79,7 +79,7 @@ def test_the_command_writes_the_result_without_ids_of_questions(runs, tmp_path, 
     shown = out.with_suffix(".md").read_text()
     assert "| trained − ranker | +0.125 |" in shown and "| one | trained | everything | 0.100 |" in shown
     assert "| one | fold/test | 0 | 2 |" in shown and "500.000" in shown
-    assert (tmp_path / "docs" / "learning_entries.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "docs" / "learning_curves.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_other_trainings_stand_beside_the_run_whose_warm_start_they_share(runs, tmp_path, monkeypatch):
