@@ -3,7 +3,7 @@
     CUEWALK_DATA=path/to/data python scripts/measure_memory.py [--out docs/results/memory] [--only links,context]
 
 Choices are made on the conversations 26, 30, 41, 43, 47 (`dev`); 42, 44, 48, 49, 50 (`test`) are reported apart.
-Sections: sizes, links, context, evidence, ablations. Sections not in --only are kept from the file as it is.
+Sections: sizes, links, refining, context, evidence, ablations. Sections not in --only are kept from the file as it is.
 """
 
 import os
@@ -11,14 +11,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 from tqdm import tqdm
 
-from cuewalk.env import Gold, Question, RetrievalEnv, Tasks, load_locomo
-from cuewalk.env.state import EnvConfig
+from cuewalk.env import Expand, Gold, Question, Refine, RetrievalEnv, Tasks, load_locomo
+from cuewalk.env.state import EnvConfig, apply
 from cuewalk.env.tasks import join_tasks, select
 from cuewalk.judges import covered, evidence_recall
 from cuewalk.memory import LINK_KINDS, BuildConfig, MemoryGraph, SentenceEncoder, build_graph
@@ -197,6 +198,34 @@ def _walks(split: str, asked: Sequence[tuple[MemoryGraph, Question, Gold]]) -> l
             size.append(float(len(walked.working)))
         rows.append({"links": f"walk, {name}", "hops": 6, "k": 5, "split": split, "reachable": None,
                      "oracle_recall": mean(recall), "oracle_entries": mean(size), "frontier": float(CAP)})  # fmt: skip
+    return rows
+
+
+def refining() -> list[dict[str, Any]]:
+    """What a refined query could bring where nothing in F helps: anchors of W, which a small policy could copy.
+
+    `some` is the share of those questions in which at least one anchor's new lines hold missing evidence, as an oracle
+    would choose it; `each` the mean share of the anchors that do, as chance would.
+    """
+    rows = []
+    for split, lines in product(("dev", "test"), (2, 4)):
+        rules, asked = EnvConfig(new_lines=lines), each(split, build(split, BuildConfig()))
+        incomplete, found = 0, list[list[bool]]()
+        for graph, question, gold in asked:
+            env = RetrievalEnv(graph, question, rules)
+            env.reset()
+            missing = set(gold.evidence) - covered(graph, env.state.working)
+            incomplete += bool(missing)
+            if not missing or isinstance(oracle_action(env, gold), Expand):
+                continue
+            queries = dict.fromkeys(anchor for entry in env.state.working for anchor in graph.entries[entry].anchors)
+            shown = [apply(env.state, Refine(query), graph, rules)[1].candidates for query in queries]
+            found.append([bool(missing & covered(graph, [link.entry for _, link in new])) for new in shown])
+        rows.append({
+            "split": split, "new_lines": lines, "n": len(asked), "incomplete": incomplete, "out_of_reach": len(found),
+            "anchors": mean([len(own) for own in found]), "some": mean([any(own) for own in found]),
+            "each": mean([mean(own) for own in found if own]),
+        })  # fmt: skip
     return rows
 
 
@@ -384,6 +413,12 @@ def markdown(result: dict[str, Any]) -> str:
                   "Paired differences from `next_hits` at the same cap of 24; 95% interval by t over conversations.",
                   table(result["links"]["comparisons"], ("metric", "a", "b", "split", "difference", "low", "high",
                                                           "n"))]  # fmt: skip
+    if "refining" in result:
+        parts += ["## Refining", "Where W lacks evidence and no candidate holds it: the anchors of W's entries as new "
+                  "queries. `some`: share of those questions in which one of them shows missing evidence among its new "
+                  "lines; `each`: mean share of the anchors that do.",
+                  table(result["refining"], ("split", "new_lines", "n", "incomplete", "out_of_reach", "anchors", "some",
+                                             "each"))]  # fmt: skip
     if "context" in result:
         parts += ["## Context forms", "The first search's five entries, shown in four ways (Memora's ablation).",
                   table(result["context"], ("form", "split", "k", "evidence", "tokens"))]  # fmt: skip
@@ -418,5 +453,5 @@ def head() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    functions = (sizes, links, context, evidence, ablations)
+    functions = (sizes, links, refining, context, evidence, ablations)
     measure(__doc__, "memory", {function.__name__: function for function in functions}, head, markdown)
