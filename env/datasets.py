@@ -26,8 +26,7 @@ def load_longmemeval(path: str | Path, part: str, *, unanswerable: bool = False,
     12th turn of the third: stored ids tell which sessions hold the answer. Evidence are the turns with `has_answer`.
 
     `path` is longmemeval_oracle.json or its folder, or the file of S or M, which have the same questions. No base id
-    and no session with evidence, nor one with its words, is in two parts: docs/data.md. `pinned` accepts the published
-    files alone, by their digest.
+    and no session with evidence, nor one with its words, is in two parts: docs/data.md. `pinned`: only published files.
 
     A DataError if the file is missing, another one, damaged, or lacks a question, or the part is unknown.
     """

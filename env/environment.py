@@ -134,8 +134,7 @@ class RetrievalEnv(gymnasium.Env[str, str]):
 
         Args:
             seed: Of this environment's randomness (the letters, where they are shuffled).
-            options: `{"shuffle_labels": True}` gives the letters out in a random order, so that in training no
-                letter means a place in the list.
+            options: `{"shuffle_labels": True}` deals the letters at random: in training none means a place.
         """
         super().reset(seed=seed)
         shuffle = bool((options or {}).get("shuffle_labels"))

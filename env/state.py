@@ -112,9 +112,8 @@ def apply(
 ) -> tuple[State, Change]:
     """Return the next state and what changed. Pure.
 
-    A legal action dearer than the budget is not executed and ends the trajectory as `budget`; so does a budget
-    of 0 after any action. A bad action costs `bad_cost`, at most what is left; the second in a row ends the
-    trajectory as `malformed`.
+    A legal action dearer than the budget is not executed and ends the trajectory as `budget`; so does a budget of 0
+    after any action. A bad action costs `bad_cost`, at most what is left; the second in a row ends it as `malformed`.
 
     A ValueError if the trajectory has ended.
     """

@@ -34,8 +34,7 @@ class LLMExtractor:
     """Asks a model; what it can't answer validly, the offline extractor answers, and it is counted.
 
     Every reply is cached by content: a build that was killed goes on where it was, and asks nothing twice. An endpoint
-    that is given is asked instead of the one that `config.llm` names. An EndpointError from any step, if the endpoint
-    can't be asked.
+    that is given is asked instead of the one that `config.llm` names; an EndpointError from any step if it can't be.
     """
 
     def __init__(self, config: BuildConfig, endpoint: Endpoint | None = None) -> None:

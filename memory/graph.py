@@ -82,8 +82,7 @@ class MemoryGraph:
         digest: Of what it was built from (data, configuration, encoder).
         folder: Where it was read from, if it was; an index that is not flat is kept there.
 
-    A ValueError if vectors and records don't match, a message is not covered by any entry, or groups are no partition
-    of the entries.
+    A ValueError if vectors and records don't match, no entry covers a message, or groups don't partition the entries.
     """
 
     def __init__(

@@ -21,8 +21,7 @@ class GroupConfig:
     #: A new entry joins the nearest group if its cosine with the centroid is at least this, else it opens one.
     attach: float = 0.7
     coherence: float = 0.35  #: A group whose mean pairwise cosine is below this may be split.
-    #: A group of at most so many entries may be merged, and so may an isolated one, which no other group has among its
-    #: nearest.
+    #: A group of at most so many entries may be merged, and so may one that no other has among its nearest.
     small: PositiveInt = 2
     merge: float = 0.5  #: Groups are merged only if their centroids' cosine is at least this.
     nearest: PositiveInt = 10  #: Neighbouring groups a group looks at, and the context in which a move is scored.

@@ -105,8 +105,7 @@ def _write(database: sqlite3.Connection, graph: MemoryGraph) -> None:
 def load_graph(directory: str | Path, encoder: Encoder | None = None) -> MemoryGraph:
     """Read a graph back; without an encoder, the one that it was built with is loaded.
 
-    A StoreError if the directory holds no memory, a foreign or a damaged file, a memory of another schema, or one
-    built with another encoder.
+    A StoreError if the directory holds no memory, a foreign or damaged file, or one of another schema or encoder.
     """
     path = Path(directory) / FILE
     if not path.is_file() or _blank(path):

@@ -52,8 +52,7 @@ class WarmStartConfig:
     rows: NonNegativeInt = 800
     #: First-search sizes that rows are made from.
     k: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (2, 3, 5, 8)
-    #: Share of rows on which the oracle stops at once. Unweighted it is about three quarters, and imitation then ends
-    #: in always stopping.
+    #: Share of rows on which the oracle stops at once. Unweighted, about three quarters: imitation then always stops.
     stop_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     #: Candidates an expansion names at least: the oracle's, then the first of the list. A small model learns to take
     #: the first lines long before it learns which lines hold evidence.

@@ -1,7 +1,6 @@
 """GRPO with TRL's GRPOTrainer through its public `rollout_func`.
 
-One row a trajectory, one reward, scored inside the rollout, so that a group without signal can be replaced before
-it costs a training step.
+One row a trajectory, scored inside the rollout: a group without signal is replaced before it costs a training step.
 """
 
 import random
@@ -73,8 +72,7 @@ class Rollouts:
     """What a training step needs: questions, graphs, gold, judge and sampler; called by TRL as `rollout_func`.
 
     A group whose rewards are all equal is replaced by another question's up to `sampling.replacements` times.
-    What is dead then keeps its rows (TRL wants them) with nothing in the mask. The causes logged are those of the
-    groups that were dead at first.
+    What is dead then keeps its rows (TRL wants them), with nothing in the mask. Causes are logged of the first round.
     """
 
     config: Config

@@ -15,8 +15,7 @@ from cuewalk.rl.config import Config, ConfigError, config_tree
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "faiss-cpu", "sentence-transformers")
 
-# What may change between two starts of one run without making it another run: a longer run of the same kind goes
-# on where the shorter one ended.
+# What may change between two starts of one run: a longer one of the same kind goes on where the shorter one ended.
 FREE = ("run_dir", "memory_dir", "evaluation", "compare", "grpo.max_steps", "sampling.server", "sampling.stop_offset")
 
 

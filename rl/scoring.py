@@ -26,8 +26,7 @@ def shares_prompts(model: Any, max_tokens: int) -> bool:
     """Tell whether this model's hidden states, past a shared prefix and on two branches, give its own logits.
 
     If not (it scales or caps its logits, keeps another kind of cache, or attends to fewer than `max_tokens` tokens),
-    that is said once in a warning, and `score_plainly` and `PlainSampler` compute each row whole. Each model is tried
-    once, on eight ids.
+    a warning says so, and `score_plainly` and `PlainSampler` compute each row whole. Tried once a model, on eight ids.
     """
     known = _SHARING.setdefault(model, {})
     if max_tokens not in known:
