@@ -35,6 +35,7 @@ class Trajectory:
     ending: Ending  #: How it ended.
     budget: int  #: B it started with.
     frontier: tuple[tuple[str, Link], ...] = ()  #: F_0, label and candidate, as it was shown; to follow the walk again.
+    price: float | None = None  #: λ as it was told, None where it was not.
 
     @property
     def added(self) -> tuple[str, ...]:
@@ -85,8 +86,7 @@ class RetrievalEnv(gymnasium.Env[str, str]):
     Observation space: Text. The first shows question, W, F and budget, each later one only what is new.
     Rewards: 0 while it goes on; at the end `score(trajectory)`, called once, or 0 without one.
     Episode end: `terminated` with `info["ending"]` `stopped` (by choice), `budget` (nothing left, or a legal action was
-        dearer than what is left) or `malformed` (two bad actions in a row). The budget is part of the state, so
-        `truncated` is always False.
+        dearer than what is left) or `malformed` (two bad actions in a row). The budget is state: never `truncated`.
     Information: `budget`, `working` (entry ids), `bad` (reason or None), `ending` (None until the end).
     Version history: v0, first.
     """
@@ -168,8 +168,8 @@ class RetrievalEnv(gymnasium.Env[str, str]):
         state = self._state
         if state is None or state.ending is None:
             raise RuntimeError("the trajectory has not ended yet")
-        steps, budget = tuple(self.steps), self.config.budget
-        return Trajectory(self.question, self.first, steps, state.working, state.ending, budget, self.frontier)
+        steps, budget, price = tuple(self.steps), self.config.budget, self.config.price
+        return Trajectory(self.question, self.first, steps, state.working, state.ending, budget, self.frontier, price)
 
     def _info(self, bad: str | None) -> dict[str, Any]:
         return {"budget": self.state.budget, "working": self.state.working, "bad": bad, "ending": self.state.ending}

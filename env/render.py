@@ -40,7 +40,8 @@ def first_observation(graph: MemoryGraph, question: str, state: State, config: E
         *_read_lines(graph, state, state.working, config),
         "Candidates:",
         *_candidate_lines(graph, state.frontier, config),
-        f"EXPAND costs {config.expand_cost} a letter, REFINE {config.refine_cost}, STOP 0. Budget {state.budget}.",
+        f"EXPAND costs {config.expand_cost} a letter, REFINE {config.refine_cost}, STOP 0. Budget {state.budget}."
+        + ("" if config.price is None else f" Price {100 * config.price:g}."),
     ]
     return "\n".join(lines)
 

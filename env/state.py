@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import pydantic.dataclasses
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from cuewalk.env.actions import LABELS, Action, Bad, Expand, Refine, Stop
 from cuewalk.memory import LINK_KINDS, Link, MemoryGraph
@@ -37,6 +37,8 @@ class EnvConfig:
     #: How they are found: `search` (the hybrid index) or `groups` (xMemory's stage I, filled up by search).
     first: Literal["search", "groups"] = "search"
     budget: NonNegativeInt = 6  #: B, what a trajectory may spend.
+    #: λ of the reward where walks are told it, in place of the judge's: a policy can then be asked for more or less.
+    price: NonNegativeFloat | None = None
     frontier_cap: NonNegativeInt = 24  #: Candidates shown at the start, |F_0|.
     new_lines: NonNegativeInt = 4  #: Candidates added by one later step at most.
     #: What comes first among candidates: `search` (rankings fused) or `ranker` (learnt from the training questions).

@@ -61,8 +61,7 @@ def load_locomo(
     `path` is the file, or the folder that holds `locomo10.json`; `split` is `conv-4-1-5`, `conv-4-1-5-b` or
     `memory-r1`; `sha256` is the file's digest, None to accept any file of the format.
 
-    A DataError if the file is missing, has another digest, is no JSON or lacks a conversation of the split; a
-    ValueError if split or part is unknown.
+    A DataError if the file is missing, another one, damaged or lacks a conversation; a ValueError for an unknown part.
     """
     names = [name for name in splits() if name != "longmemeval"]
     for what, given, known in (("split", split, names), ("part", part, PARTS)):

@@ -20,8 +20,7 @@ def score_answer(prediction: str, gold: Gold) -> dict[str, float]:
 
     `answer_em`: equal after LoCoMo's normalisation; `answer_f1`: LoCoMo's official F1 (stems, with multiplicity; of
     multi-hop answers the mean over the gold's comma-separated parts, of open-domain ones what stands before the first
-    `;`); `answer_f1_xmemory`: over sets of tokens, as A-Mem and xMemory score; `bleu1`: NLTK's, smoothing method 1;
-    `rouge_l`: rouge_score's F-measure with stems.
+    `;`); `answer_f1_xmemory`: over sets of tokens; `bleu1`: NLTK's, smoothing method 1; `rouge_l`: with stems.
     """
     reference = gold.answer.split(";")[0].strip() if gold.category == 3 else gold.answer
     words = [word_tokenize(text.lower(), preserve_line=True) for text in (reference, prediction)]

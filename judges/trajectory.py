@@ -33,7 +33,7 @@ class JudgeConfig:
     correctness: Literal["evidence", "answer", "likelihood", "llm"] = "evidence"
     reader: str = "smollm2-135m"  #: Of `answer` and `likelihood`: `smollm2-135m`, a local path or a hub id.
     llm: ModelConfig = field(default_factory=ModelConfig)  #: The endpoint of `llm`.
-    price: NonNegativeFloat = 0.015  #: λ, what an added entry costs (`price`, `gated`).
+    price: NonNegativeFloat = 0.015  #: λ, what an added entry costs (`price`, `gated`), where env.price is null.
     redundancy_weight: NonNegativeFloat = 0.005  #: ρ, of the redundancy among added entries (`price`, `gated`).
     bad_penalty: NonNegativeFloat = 0.05  #: Of a bad action (`price`, `gated`).
     budget_penalty: NonNegativeFloat = 0.02  #: Of an ending by budget against one by choice (`price`, `gated`).
@@ -95,9 +95,10 @@ class TrajectoryJudge:
         else:
             first = self.correctness(graph, trajectory.question, gold, trajectory.first)
             repeated = redundancy(graph, trajectory.added, config.similarity)
+            price = config.price if trajectory.price is None else trajectory.price
             costs = {
-                "price": -config.price * len(trajectory.added),
-                "redundancy": -config.redundancy_weight * repeated,
+                "price": -price * len(trajectory.added),
+                "redundancy": -min(config.redundancy_weight, price) * repeated,
                 "bad_actions": -config.bad_penalty * len(trajectory.bad),
                 "budget_ending": -config.budget_penalty if trajectory.ending is Ending.BUDGET else 0.0,
             }

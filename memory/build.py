@@ -31,8 +31,7 @@ class Candidate:
 class Update:
     """What a candidate does to an existing entry, by its id (Memora eq. 5).
 
-    `text` is the merged value, which supersedes what the entry says; None unites both as they are. `abstraction` is a
-    refined one; None keeps the entry's.
+    `text` is the merged value, which supersedes the entry's, None unites both; `abstraction` a refined one, if any.
     """
 
     entry: str
@@ -84,8 +83,7 @@ def extend_graph(
 ) -> MemoryGraph:
     """Return a graph that holds these later messages too; the given one stays as it is.
 
-    Entries keep their ids. Offline, and without notes, it equals a graph built from all messages at once but for the
-    order in which groups were formed.
+    Entries keep their ids. Offline, without notes, it is what one build of all messages gives, but for groups' order.
     """
     old = graph.conversation
     conversation = replace(old, messages=(*old.messages, *messages), notes=(*old.notes, *notes))

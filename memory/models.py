@@ -95,8 +95,7 @@ def load_tokenizer(name: str) -> Any:
 def load_language_model(name: str, dtype: str = "bfloat16", device: str | None = None) -> Any:
     """Load a causal language model in evaluation mode, by short name, local path or hub id.
 
-    `dtype` names one of torch's, such as `bfloat16` or `float32`; device None takes the GPU where there is one. A
-    ModelError if it can't be found or loaded.
+    `dtype` is a name of torch's, such as `float32`; device None takes a GPU if any. A ModelError if it can't be loaded.
     """
     path = resolve_model(name)
     try:

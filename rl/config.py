@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import pydantic.dataclasses
 import yaml
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from cuewalk.env import EnvConfig
@@ -112,8 +112,9 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     memory: BuildConfig = field(default_factory=BuildConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
-    #: Budgets that training walks draw from; empty: env.budget, as evaluation has it. Serving may take any.
+    #: Budgets and prices that training walks draw from; empty: env.budget and env.price, as evaluation has them.
     budgets: tuple[PositiveInt, ...] = ()
+    prices: tuple[NonNegativeFloat, ...] = ()
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -125,7 +126,8 @@ class Config:
 
     def training_rules(self, draw: int) -> EnvConfig:
         """Return the rules of a training walk; any number may be its draw."""
-        return replace(self.env, budget=self.budgets[draw % len(self.budgets)]) if self.budgets else self.env
+        budgets, prices = self.budgets or (self.env.budget,), self.prices or (self.env.price,)
+        return replace(self.env, budget=budgets[draw % len(budgets)], price=prices[draw // 7 % len(prices)])
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -195,26 +195,33 @@ class Retriever:
         model = PeftModel.from_pretrained(model, str(path / "adapter")).eval()
         return cls(model, chat, config, rank_of(config, path), None, timeout, fallback)
 
-    def retrieve(self, graph: MemoryGraph, question: str, *, budget: int | None = None) -> Retrieval:
-        """Walk a graph for one question; the budget is that of the training where None.
+    def retrieve(
+        self, graph: MemoryGraph, question: str, *, budget: int | None = None, price: float | None = None
+    ) -> Retrieval:
+        """Walk a graph for one question; `budget` and `price` may be given, else they are the configuration's.
 
-        An ExportError if the budget is not allowed; and, without a fallback, a SamplerError if the server is gone or
-        replies oddly, or the model stays busy for `timeout` seconds, a TranscriptError if the walk gets too long.
+        The price is for a policy trained with several (`prices`): a higher one asks for fewer entries. An ExportError
+        if one is not allowed; without a fallback, a SamplerError if the server is gone or replies oddly, or the model
+        stays busy for `timeout` seconds, a TranscriptError if the walk gets too long.
         """
-        return self.retrieve_batch([(graph, question)], budget=budget)[0]
+        return self.retrieve_batch([(graph, question)], budget=budget, price=price)[0]
 
-    async def aretrieve(self, graph: MemoryGraph, question: str, *, budget: int | None = None) -> Retrieval:
+    async def aretrieve(self, graph: MemoryGraph, question: str, **rules: Any) -> Retrieval:
         """Do as `retrieve`, in a thread of its own."""
-        return await asyncio.to_thread(self.retrieve, graph, question, budget=budget)
+        return await asyncio.to_thread(self.retrieve, graph, question, **rules)
 
-    def retrieve_batch(self, asked: Sequence[tuple[MemoryGraph, str]], *, budget: int | None = None) -> list[Retrieval]:
+    def retrieve_batch(
+        self, asked: Sequence[tuple[MemoryGraph, str]], *, budget: int | None = None, price: float | None = None
+    ) -> list[Retrieval]:
         """Walk many, each a graph and a question, in lockstep: the same walks in less time."""
         if not asked:
             return []
+        own = self.config.env
         try:
-            rules = self.config.env if budget is None else replace(self.config.env, budget=budget)
+            budget, price = own.budget if budget is None else budget, own.price if price is None else price
+            rules = replace(own, budget=budget, price=price)
         except ValidationError as error:
-            raise ExportError(f"budget = {budget!r}: {error.errors()[0]['msg']}") from error
+            raise ExportError(f"budget = {budget!r}, price = {price!r}: {error.errors()[0]['msg']}") from error
         views = [(graph.snapshot(), text) for graph, text in asked]
         questions = [(graph, Question("question", graph.conversation.id, text)) for graph, text in views]
         try:

@@ -7,8 +7,7 @@ from cuewalk.judges import covered
 def oracle_action(env: RetrievalEnv, gold: Gold) -> Expand | Stop:
     """Return the labels to expand now, best first: greedily those that cover most of the gold still missing.
 
-    It stops where the evidence is complete or no candidate holds any of it. It looks one hop ahead: a candidate
-    without gold is never taken for what lies behind it.
+    It stops where the evidence is complete or no candidate holds any of it: none is taken for what lies behind it.
     """
     missing = set(gold.evidence) - covered(env.graph, env.state.working)
     holds = {label: covered(env.graph, [link.entry]) for label, link in env.state.frontier}

@@ -146,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--server", help="address of `vllm serve POLICY/merged --served-model-name cuewalk`")
     asking.add_argument("question")
     asking.add_argument("--budget", type=int, help="what the walk may spend (that of the training)")
+    asking.add_argument("--price", type=float, help="what an entry is to be worth, for a policy trained with prices")
     asking.add_argument("--json", action="store_true", help="print all of it as JSON")
     return parser
 
@@ -329,7 +330,8 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _retrieve(options: argparse.Namespace) -> None:
-    found = _retriever(options, None).retrieve(load_graph(options.memory), options.question, budget=options.budget)
+    rules = {"budget": options.budget, "price": options.price}
+    found = _retriever(options, None).retrieve(load_graph(options.memory), options.question, **rules)
     if options.json:
         print(json.dumps(found.as_dict(), indent=1))
         return

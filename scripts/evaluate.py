@@ -189,7 +189,7 @@ class Bench:
         free: dict[str, Any] = {"run_dir": "", "memory_dir": "", "evaluation": None, "grpo": {}, "judge": None}
         tree = config_tree(self.config) | free
         tree["sampling"] = {key: tree["sampling"][key] for key in ("max_action_tokens", "max_tokens")}
-        for training in ("compare", "budgets"):
+        for training in ("compare", "budgets", "prices"):
             tree.pop(training)
         graphs = sorted(graph.digest for graph in self.memories.graphs.values())
         whole = hashlib.sha256(repr((tree, graphs, RENDERER, GRAMMAR)).encode())

@@ -2,7 +2,7 @@ import pickle
 import re
 import warnings
 from copy import copy
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import gymnasium
 import pytest
@@ -49,6 +49,14 @@ def test_the_transcript_of_a_small_walk_is_as_worked_by_hand(env):
     assert trajectory.ending is Ending.STOPPED and trajectory.bad == ("taken_label",)
     assert [step.kind for step in trajectory.steps] == ["expand", "bad", "stop"]
     assert [step.text for step in trajectory.steps] == ["EXPAND B", "EXPAND B", "STOP"]
+
+
+def test_a_price_is_told_once_and_kept(graph, question):
+    env = RetrievalEnv(graph, question, replace(RULES, price=0.015))
+    assert env.reset()[0] == f"{FIRST} Price 1.5."
+    assert env.step("REFINE trip")[0].splitlines()[-1] == "Budget 2."
+    env.step("STOP")
+    assert env.trajectory().price == 0.015
 
 
 def test_the_reward_comes_at_the_end_from_the_score(graph, question):

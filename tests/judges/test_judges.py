@@ -93,6 +93,14 @@ def test_a_useful_entry_pays_if_and_only_if_its_share_exceeds_the_price(graph, q
         assert judge.score(walked(question, added=("e1",)), graph, gold).reward * sign > 0
 
 
+def test_a_price_that_a_walk_was_told_is_what_it_pays(graph, question, gold):
+    told = replace(walked(question, added=("e1", "e4")), price=0.1)
+    parts = TrajectoryJudge(JudgeConfig(price=0.015, redundancy_weight=0.005)).score(told, graph, gold).components
+    assert parts["price"] == pytest.approx(-0.2) and parts["redundancy"] == pytest.approx(-0.005)
+    free = TrajectoryJudge().score(replace(told, price=0.0), graph, gold).components
+    assert free["price"] == free["redundancy"] == 0.0  # never above the price
+
+
 def test_paper_is_equation_18_as_printed(graph, question, gold):
     judge = TrajectoryJudge(JudgeConfig(preset="paper", weights=(1.0, 0.4, 0.1)))
     verdict = judge.score(walked(question, added=("e1", "e4")), graph, gold)

@@ -98,6 +98,8 @@ def test_a_retriever_walks_a_graph(run, tmp_path, graph):
     assert found.entries[0].id == "e0"
     assert found.trajectory.question.text == "When did the dog come back?"
     assert retriever.retrieve(graph, "trip", budget=1).trajectory.budget == 1
+    dear = retriever.retrieve(graph, "trip", price=0.05).trajectory
+    assert (dear.price, dear.budget) == (0.05, retriever.config.env.budget)
     asked = [(graph, "When did the dog come back?"), (graph, "trip"), (graph, "Who has a garden?")]
     assert retriever.retrieve_batch(asked, budget=1) == [retriever.retrieve(*one, budget=1) for one in asked]
 
@@ -370,8 +372,10 @@ def test_without_a_policy_search_answers_and_says_so(graph):
 
 @pytest.mark.parametrize(("budget", "message"), [(-1, "greater than or equal to 0"), (99, "lower one of them")])
 def test_a_budget_that_is_not_allowed_is_refused(graph, budget, message):
-    with pytest.raises(ExportError, match=f"budget = {budget}: .*{message}"):
+    with pytest.raises(ExportError, match=f"budget = {budget}, price = None: .*{message}"):
         Retriever.without_policy().retrieve(graph, "dog", budget=budget)
+    with pytest.raises(ExportError, match="price = -1: .*greater than or equal to 0"):
+        Retriever.without_policy().retrieve(graph, "dog", price=-1)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"grammar": "1"}', "\x00"])

@@ -207,7 +207,11 @@ def test_a_training_walk_draws_its_budget_and_a_group_shares_it(config, tasks, g
     shown = [re.search(r"Budget (\d)\.", chat.read(row["input_ids"]))[1] for row in rows]
     assert set(shown) == {"1", "3"}
     assert config.env.budget == RULES.budget  # what evaluation and export have
-    assert replace(config, budgets=()).training_rules(5) is config.env
+    assert replace(config, budgets=()).training_rules(5) == config.env
+    many = replace(config, prices=(0.01, 0.02, 0.03))
+    assert {(many.training_rules(n).budget, many.training_rules(n).price) for n in range(42)} == {
+        (budget, price) for budget in (1, 3) for price in (0.01, 0.02, 0.03)
+    }
 
 
 def test_dead_groups_are_replaced_and_what_stays_dead_is_masked(config, tasks, graph, chat):
