@@ -171,8 +171,8 @@ def _beside_text(result: dict[str, Any]) -> list[str]:
     own = result["beside"]
     return [
         "## Trained otherwise from the same warm start",
-        f"From the warm start of `{result['runs'][0]['name']}`, on the same questions; `+offset` is chosen on "
-        "validation for each.",
+        f"By `python -m cuewalk.scripts.controls` from the warm start of `{result['runs'][0]['name']}`, on the same "
+        "questions; `+offset` is chosen on validation for each.",
         table(own["rows"], ("policy", "n", *SHOWN)),
         _pairs(own["comparisons"]),
         "\n".join(f"- `{run['name']}`: `{run['command']}`" for run in own["runs"]),
