@@ -200,7 +200,7 @@ class Retriever:
     ) -> Retrieval:
         """Walk a graph for one question; `budget` and `price` may be given, else they are the configuration's.
 
-        The price is for a policy trained with several (`prices`): a higher one asks for fewer entries. An ExportError
+        A price is for a policy trained with several (`prices`): a higher one asks for fewer entries. An ExportError
         if one is not allowed; without a fallback, a SamplerError if the server is gone or replies oddly, or the model
         stays busy for `timeout` seconds, a TranscriptError if the walk gets too long.
         """
@@ -217,6 +217,8 @@ class Retriever:
         if not asked:
             return []
         own = self.config.env
+        if price is not None and own.price is None:
+            raise ExportError(f"price = {price!r}: this policy was trained without prices, and is never told one")
         try:
             budget, price = own.budget if budget is None else budget, own.price if price is None else price
             rules = replace(own, budget=budget, price=price)

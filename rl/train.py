@@ -44,6 +44,8 @@ def train(config: Config) -> Path:
     check_options(config.lora, LoraConfig, "lora")
     if config.sft.get("label_smoothing_factor"):
         raise ConfigError("config: sft.label_smoothing_factor has no effect on a set likelihood; remove it")
+    if config.prices and config.env.price is None:
+        raise ConfigError("config: prices needs env.price, the one of them that evaluation and serving tell; set it")
     if config.lora.get("lora_dropout"):
         raise ConfigError("config: lora.lora_dropout must be 0: the sampler and the trainer would see two policies")
     judge = TrajectoryJudge(config.judge)

@@ -37,11 +37,12 @@ from cuewalk.rl.run import open_run
 from cuewalk.rl.train import load_adapter
 from cuewalk.rl.transcript import Chat
 from cuewalk.rl.warm_start import teach_rows, warm_start
+from cuewalk.scripts.cli import MENDABLE
 from cuewalk.scripts.results import read_metrics
 
 
 class Placebo(WalkTrainer):
-    """Each row gets the advantage of another row of its step."""
+    """Each row gets the advantage of a row of its step, drawn without repetition."""
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         scored = super()._generate_and_score_completions(inputs)
@@ -100,12 +101,13 @@ class Picks(Rollouts):
         A pick earns the share of the evidence it adds less the price; the rest of the reward is of the end.
         """
         walked, gold = row.trajectory, self.tasks.gold[row.env.question.id]
+        price = self.config.judge.price if walked.price is None else walked.price
         wanted, held = set(gold.evidence), covered(row.env.graph, walked.first)
         earned = []
         for entry in walked.added:
             new = covered(row.env.graph, [entry]) & wanted - held
             held |= new
-            earned.append(len(new) / len(wanted) - self.config.judge.price)
+            earned.append(len(new) / len(wanted) - price)
         return [reward - sum(earned[:pick]) for pick in range(len(earned) + 1)]
 
 
@@ -156,10 +158,13 @@ def prepare(source: Path, config: Config) -> Path:
 
 def steps_for(source: Path) -> int:
     """Return how many steps of the warm start fit in the time that the same run's GRPO took."""
-    lines = (source / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    _, seconds = read_metrics(source / "metrics.jsonl")
+    path = source / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    seconds = read_metrics(path)[1] if lines else {}
     if missing := {"warm_start", "grpo"} - set(seconds):
-        raise ConfigError(f"{source}/metrics.jsonl tells no time of {' or '.join(sorted(missing))}; finish that run")
+        raise ConfigError(
+            f"{path} tells no time of {' or '.join(sorted(missing))}; finish that run with `cuewalk train`"
+        )
     taught = sum('"stage": "warm_start"' in line and '"certain"' in line for line in lines)
     return round(seconds["grpo"] / seconds["warm_start"] * taught)
 
@@ -199,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         config = load_config(options.config, [*options.overrides, *rest])
         run = train_control(options.kind, Path(config.run_dir), replace(config, run_dir=options.out))
-    except ConfigError as error:
+    except MENDABLE as error:
         parser.error(str(error))
     print(f"trained: {run}. Measure it: cuewalk evaluate --config {options.config} run_dir={run} …")
 

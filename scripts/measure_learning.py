@@ -26,7 +26,7 @@ from cuewalk.rl.run import provenance
 from cuewalk.scripts.paired import compare
 from cuewalk.scripts.results import evaluation_name, interval, markdown_table, table
 
-WITHOUT_MODEL = (("expand_top=3", "top_k=8"), ("ranker", "top_k=8"), ("oracle", "expand_top=3"))
+ON_ALL = (("expand_top=3", "top_k=8"), ("ranker", "top_k=8"), ("oracle", "expand_top=3"))
 METRICS = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward")
 SHOWN = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward", "entries", "context_tokens", "inference_tokens",
          "ended_malformed", "recall_at_8_c1", "recall_at_8_c2", "recall_at_8_c3", "recall_at_8_c4")  # fmt: skip
@@ -61,12 +61,12 @@ def asked_alone(run: Run) -> Run:
 
 
 def everyone(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return rows and comparisons on all questions, of the policies that were asked them all: those without a model."""
+    """Return rows and comparisons on all questions, of the policies that were asked them all."""
     whole = list[Run]()
     for _, measured in runs:
         counts = measured.groupby("policy")["question"].nunique()
         whole.append(({"curves": []}, measured[measured["policy"].isin(counts[counts == counts.max()].index)]))
-    return join(whole, WITHOUT_MODEL)
+    return join(whole, ON_ALL)
 
 
 def beside(run: Run, others: Mapping[str, Run]) -> dict[str, Any]:
@@ -117,12 +117,6 @@ def join(runs: Sequence[Run], pairs: Sequence[tuple[str, str]]) -> dict[str, Any
 def markdown(result: dict[str, Any]) -> str:
     """Return the joined result as Markdown."""
     detectable = [c["detectable"] for c in result["comparisons"] if c["metric"] == "recall_at_8" and c["detectable"]]
-    pairs = [
-        (c["metric"], f"{c['a']} − {c['b']}", f"{c['difference']:+.3f}", interval(c["low"], c["high"]),
-         interval(c["question_low"], c["question_high"]), c["n"],
-         ", ".join(f"{name} {value:+.3f}" for name, value in c["by_conversation"].items()))
-        for c in result["comparisons"]
-    ]  # fmt: skip
     return "\n\n".join([
         "# Learning",
         f"Made by `{result['command']}` at commit {result['commit']} from the runs below; each says how it was made. "
@@ -135,9 +129,7 @@ def markdown(result: dict[str, Any]) -> str:
         "## Paired differences",
         "By question, averaged within each conversation; 95% interval by t over the conversations, and beside it the "
         "bootstrap over questions within conversations.",
-        markdown_table(
-            ("metric", "a − b", "difference", "t interval", "question interval", "n", "by conversation"), pairs
-        ),
+        _pairs(result["comparisons"]),
         "## Knowing when to stop",
         "At the first state: does the margin of STOP tell whether the evidence is complete? Beside it the rule on the "
         "best candidate's score; thresholds from validation.",
@@ -153,7 +145,7 @@ def markdown(result: dict[str, Any]) -> str:
         table([row | {"run": run["name"]} for run in result["runs"] for row in run["reading"]],
               ("run", "marks", "score")),
         *_beside_text(result),
-        "## Without a model, on all questions",
+        "## All questions, of the policies that were asked them all",
         table(result["everyone"]["rows"], ("policy", "n", *SHOWN)),
         _pairs(result["everyone"]["comparisons"]),
         "## Runs",
@@ -181,8 +173,11 @@ def _beside_text(result: dict[str, Any]) -> list[str]:
 
 def _pairs(comparisons: Sequence[Mapping[str, Any]]) -> str:
     rows = [(c["metric"], f"{c['a']} − {c['b']}", f"{c['difference']:+.3f}", interval(c["low"], c["high"]),
-             interval(c["question_low"], c["question_high"]), c["n"]) for c in comparisons]  # fmt: skip
-    return markdown_table(("metric", "a − b", "difference", "t interval", "question interval", "n"), rows)
+             interval(c["question_low"], c["question_high"]), c["n"],
+             ", ".join(f"{name} {value:+.3f}" for name, value in c["by_conversation"].items()))
+            for c in comparisons]  # fmt: skip
+    titles = ("metric", "a − b", "difference", "t interval", "question interval", "n", "by conversation")
+    return markdown_table(titles, rows)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -216,7 +211,12 @@ def main() -> None:
     parser.add_argument("--part", default="test", choices=("val", "test"))
     parser.add_argument("--out", type=Path, default=Path("docs/results/learning"), help="folder and name of the files")
     options = parser.parse_args()
-    whole = [read_run(run, options.part) for run in options.runs]
+    named = dict(pair.partition("=")[::2] for pair in options.beside)
+    try:
+        whole = [read_run(run, options.part) for run in options.runs]
+        others = {name: asked_alone(read_run(Path(run), options.part)) for name, run in named.items()}
+    except DataError as error:
+        parser.error(str(error))
     runs = [asked_alone(run) for run in whole]
     told = (
         "name", "command", "commit", "versions", "seeds", "data", "training", "stopping", "controls", "reading",
@@ -231,9 +231,7 @@ def main() -> None:
         **join(runs, PAIRS),
     }
     result |= {"runs": facts, "everyone": everyone(whole)}
-    if options.beside:
-        named = (pair.partition("=") for pair in options.beside)
-        others = {name: asked_alone(read_run(Path(run), options.part)) for name, _, run in named}
+    if others:
         result["beside"] = beside(runs[0], others)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -124,6 +124,9 @@ def test_the_real_oracle_gives_470_questions_in_parts_that_share_nothing():
             gold, known = tasks.gold[question.id], {m.id for m in tasks.conversations[question.id].messages}
             assert gold.evidence and set(gold.evidence) <= known and gold.category in CATEGORIES
             assert not question.id.endswith("_abs")
+    apart = [load_longmemeval(path.parent, part, unanswerable=True) for part in PARTS]
+    assert [len(tasks.questions) for tasks in apart] == [2, 1, 26]
+    assert all(gold == Gold("", (), 5) for tasks in apart for gold in tasks.gold.values())
     stored = {row["question_id"]: row for row in json.loads(path.read_bytes())}
     member = json.loads(real("longmemeval_splits_membuilder.json").read_bytes())
     for a, b in combinations(PARTS, 2):

@@ -72,6 +72,7 @@ def test_build_says_what_is_in_the_memories_and_does_not_build_twice(tmp_path, t
         ({"warm_start": {"rows": 9999}}, "only"),
         ({"grpo": {"per_device_train_batch_size": 800}}, "training questions, but one step takes 100"),
         ({"lora": {"lora_dropout": 0.1}}, "lora.lora_dropout must be 0"),
+        ({"prices": [0.01, 0.02]}, "prices needs env.price"),
         ({"sft": {"label_smoothing_factor": 0.1}}, "no effect on a set likelihood"),
         ({"lora": {"rank": 4}}, "unknown key 'lora.rank'"),
     ],

@@ -98,6 +98,8 @@ def test_a_retriever_walks_a_graph(run, tmp_path, graph):
     assert found.entries[0].id == "e0"
     assert found.trajectory.question.text == "When did the dog come back?"
     assert retriever.retrieve(graph, "trip", budget=1).trajectory.budget == 1
+    retriever.config = replace(retriever.config, env=replace(retriever.config.env, price=0.01))
+    assert retriever.retrieve(graph, "trip").trajectory.price == 0.01
     dear = retriever.retrieve(graph, "trip", price=0.05).trajectory
     assert (dear.price, dear.budget) == (0.05, retriever.config.env.budget)
     asked = [(graph, "When did the dog come back?"), (graph, "trip"), (graph, "Who has a garden?")]
@@ -374,8 +376,12 @@ def test_without_a_policy_search_answers_and_says_so(graph):
 def test_a_budget_that_is_not_allowed_is_refused(graph, budget, message):
     with pytest.raises(ExportError, match=f"budget = {budget}: .*{message}"):
         Retriever.without_policy().retrieve(graph, "dog", budget=budget)
+    with pytest.raises(ExportError, match="price = 0.02: this policy was trained without prices"):
+        Retriever.without_policy().retrieve(graph, "dog", price=0.02)
+    told = Retriever.without_policy()
+    told.config = replace(told.config, env=replace(told.config.env, price=0.02))
     with pytest.raises(ExportError, match="price = -1: .*greater than or equal to 0"):
-        Retriever.without_policy().retrieve(graph, "dog", price=-1)
+        told.retrieve(graph, "dog", price=-1)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"grammar": "1"}', "\x00"])

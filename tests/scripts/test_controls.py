@@ -81,6 +81,8 @@ def test_a_pick_earns_what_it_found_less_its_price_and_the_end_the_rest(row, gra
     price = config.judge.price
     assert row.trajectory.ending is Ending.STOPPED
     assert picks.returns(row, 0.4) == pytest.approx([0.4, 0.4 + price, 0.4 + price - (0.5 - price)])
+    row.env.config = replace(row.env.config, price=0.1)  # told, and so what a pick pays
+    assert picks.returns(row, 0.4) == pytest.approx([0.4, 0.5, 0.1])
 
 
 def test_credit_a_pick_trains(config, tasks, graph, chat, tmp_path):  # noqa: F811
@@ -109,6 +111,8 @@ def test_a_control_has_a_run_of_its_own_with_the_same_start(config, tmp_path):  
 
 
 def test_more_teaching_takes_the_time_that_grpo_took(tmp_path):
+    with pytest.raises(ConfigError, match="tells no time of grpo or warm_start; finish that run"):
+        steps_for(tmp_path)
     lines = [{"stage": "warm_start", "step": step, "certain": 0.5} for step in range(1, 11)]
     lines.append({"stage": "warm_start", "step": 10, "train_runtime": 50.0})
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
