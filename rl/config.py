@@ -57,8 +57,7 @@ class WarmStartConfig:
     #: Candidates an expansion names at least: the oracle's, then the first of the list. A small model learns to take
     #: the first lines long before it learns which lines hold evidence.
     picks: Annotated[int, Field(ge=1, le=MAX_EXPAND)] = 1
-    #: Weight of a second loss: at the end of each candidate's line, whether it holds missing evidence. A row has one
-    #: such label a line, and one to four letters.
+    #: Weight of a second loss: at the end of each candidate's line, whether it holds missing evidence.
     pointwise: Annotated[float, Field(ge=0)] = 1.0
 
 
