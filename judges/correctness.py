@@ -38,7 +38,7 @@ class ByReader:
     """What a local model makes of the memories: the F1 of its answer, or how likely it finds the gold one.
 
     `answer` is LoCoMo's F1 of its greedy answer; `likelihood` the geometric mean probability it gives to a token of the
-    gold answer, exp(mean log p). It sees each value with its dates. Working sets that begin alike share keys and values.
+    gold answer, exp(mean log p). It sees values with their dates. Working sets that begin alike share keys and values.
 
     Args:
         reader: The model.

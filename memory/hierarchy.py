@@ -23,7 +23,7 @@ def select_backbone(graph: MemoryGraph, query: str, k: int, share: float = 0.5) 
     """Choose entries by stage I (xMemory eq. 4-5): groups near the query and their neighbours, then their entries.
 
     Each level is chosen greedily by coverage and relevance, and ends when everything is covered: fewer than k entries
-    may come back. `share` is that of coverage: .5 is eq. 5, .7 the released code. A ValueError without groups, or if k < 1.
+    may come back. `share` is that of coverage: .5 is eq. 5, .7 the released code. A ValueError without groups or k < 1.
     """
     if not graph.groups or k < 1:
         raise ValueError(f"stage I needs groups and k >= 1 (k = {k}); build with memory.groups, or use search")
