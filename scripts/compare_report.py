@@ -112,7 +112,8 @@ def markdown(result: dict[str, Any]) -> str:
         "\n".join(f"- `{row['policy']}`: {row['idea']}" for row in rows),
         "## What was found",
         "recall@8 and recall@300t: share of the gold evidence messages shown within 8 entries (300 tokens), cut or "
-        "topped up by plain search; a raw message counts as one entry. recall: in all that was returned.",
+        "topped up by plain search; a raw message counts as one entry. recall: in all that was returned."
+        + _answered(result),
         table(rows, known_columns(FOUND, rows)),
         "## At what cost",
         "Means a question, but for total tokens: construction, and for all questions what a reader is shown and what "
@@ -155,6 +156,16 @@ def markdown(result: dict[str, Any]) -> str:
         markdown_table(columns, [["–" if row[c] is None else row[c] for c in columns] for row in result["published"]]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _answered(result: dict[str, Any]) -> str:
+    if (reader := result["settings"]["compare"].get("reader")) is None:
+        return ""
+    apart = result["data"]["n_unanswerable"]
+    return f" Answers are {reader}'s, from what was returned alone." + (
+        f" abstained: share of {apart} further questions, which nothing answers, to which it says so; wrongly: share "
+        "of the others to which it says so too." if apart else ""
+    )  # fmt: skip
 
 
 def plot_frontier(result: dict[str, Any], path: Path) -> None:

@@ -26,6 +26,7 @@ from cuewalk.rl.run import provenance
 from cuewalk.scripts.paired import compare
 from cuewalk.scripts.results import evaluation_name, interval, markdown_table, table
 
+WITHOUT_MODEL = (("expand_top=3", "top_k=8"), ("ranker", "top_k=8"), ("oracle", "expand_top=3"))
 METRICS = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward")
 SHOWN = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward", "entries", "context_tokens", "inference_tokens",
          "ended_malformed", "recall_at_8_c1", "recall_at_8_c2", "recall_at_8_c3", "recall_at_8_c4")  # fmt: skip
@@ -49,10 +50,23 @@ def read_run(run: Path, part: str) -> Run:
     result = json.loads(paths[0].read_text(encoding="utf-8"))
     if not result["data"]["split"].endswith(part):
         raise DataError(f"{paths[0]} is of {result['data']['split']}, not of {part}")
-    measured = pd.read_csv(paths[1])
-    if (asked := result["data"]["asked"]) != "all":  # the rows of a table compare on the same questions
-        measured = measured[measured["question"].isin(asked)]
-    return result, measured
+    return result, pd.read_csv(paths[1])
+
+
+def asked_alone(run: Run) -> Run:
+    """Return a run's measures of the questions that its models were asked: the rows of a table compare on the same."""
+    result, measured = run
+    asked = result["data"]["asked"]
+    return result, measured if asked == "all" else measured[measured["question"].isin(asked)]
+
+
+def everyone(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return rows and comparisons on all questions, of the policies that were asked them all: those without a model."""
+    whole = list[Run]()
+    for _, measured in runs:
+        counts = measured.groupby("policy")["question"].nunique()
+        whole.append(({"curves": []}, measured[measured["policy"].isin(counts[counts == counts.max()].index)]))
+    return join(whole, WITHOUT_MODEL)
 
 
 def beside(run: Run, others: Mapping[str, Run]) -> dict[str, Any]:
@@ -139,6 +153,9 @@ def markdown(result: dict[str, Any]) -> str:
         table([row | {"run": run["name"]} for run in result["runs"] for row in run["reading"]],
               ("run", "marks", "score")),
         *_beside_text(result),
+        "## Without a model, on all questions",
+        table(result["everyone"]["rows"], ("policy", "n", *SHOWN)),
+        _pairs(result["everyone"]["comparisons"]),
         "## Runs",
         table([{"run": run["name"], **run["data"], "seed": run["seeds"][0], "commit": run["commit"], **run["training"],
                 **{f"{stage}_seconds": seconds for stage, seconds in run["training"]["seconds"].items()}}
@@ -152,16 +169,20 @@ def _beside_text(result: dict[str, Any]) -> list[str]:
     if "beside" not in result:
         return []
     own = result["beside"]
-    pairs = [(c["metric"], f"{c['a']} − {c['b']}", f"{c['difference']:+.3f}", interval(c["low"], c["high"]),
-              interval(c["question_low"], c["question_high"]), c["n"]) for c in own["comparisons"]]  # fmt: skip
     return [
         "## Trained otherwise from the same warm start",
-        f"From the warm start of `{result['runs'][0]['name']}`, on the same questions; `+offset` is chosen on "
-        "validation for each.",
+        f"By `python -m cuewalk.scripts.controls` from the warm start of `{result['runs'][0]['name']}`, on the same "
+        "questions; `+offset` is chosen on validation for each.",
         table(own["rows"], ("policy", "n", *SHOWN)),
-        markdown_table(("metric", "a − b", "difference", "t interval", "question interval", "n"), pairs),
+        _pairs(own["comparisons"]),
         "\n".join(f"- `{run['name']}`: `{run['command']}`" for run in own["runs"]),
     ]
+
+
+def _pairs(comparisons: Sequence[Mapping[str, Any]]) -> str:
+    rows = [(c["metric"], f"{c['a']} − {c['b']}", f"{c['difference']:+.3f}", interval(c["low"], c["high"]),
+             interval(c["question_low"], c["question_high"]), c["n"]) for c in comparisons]  # fmt: skip
+    return markdown_table(("metric", "a − b", "difference", "t interval", "question interval", "n"), rows)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -195,7 +216,8 @@ def main() -> None:
     parser.add_argument("--part", default="test", choices=("val", "test"))
     parser.add_argument("--out", type=Path, default=Path("docs/results/learning"), help="folder and name of the files")
     options = parser.parse_args()
-    runs = [read_run(run, options.part) for run in options.runs]
+    whole = [read_run(run, options.part) for run in options.runs]
+    runs = [asked_alone(run) for run in whole]
     told = (
         "name", "command", "commit", "versions", "seeds", "data", "training", "stopping", "controls", "reading",
     )  # fmt: skip
@@ -208,10 +230,10 @@ def main() -> None:
         "seeds": sorted({s for f in facts for s in f["seeds"]}),
         **join(runs, PAIRS),
     }
-    result["runs"] = facts
+    result |= {"runs": facts, "everyone": everyone(whole)}
     if options.beside:
         named = (pair.partition("=") for pair in options.beside)
-        others = {name: read_run(Path(run), options.part) for name, _, run in named}
+        others = {name: asked_alone(read_run(Path(run), options.part)) for name, _, run in named}
         result["beside"] = beside(runs[0], others)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -10,7 +10,7 @@ from cuewalk.rl.config import config_tree
     [
         ("env.budgett=4", "unknown key 'env.budgett'; did you mean 'budget'?"),
         ("modell=x", "unknown key 'modell'; did you mean 'model'?"),
-        ("zzz=1", "unknown key 'zzz'; known keys: compare, data"),
+        ("zzz=1", "unknown key 'zzz'; known keys: budgets, compare, data"),
         ("env=4", "env is a section; got 4"),
         ("env.budget=many", r"env.budget: .*valid integer.*got 'many'"),
         ("data.source=web", r"data.source: .*'synthetic', 'locomo', 'longmemeval', 'perltqa' or 'json'"),

@@ -231,7 +231,7 @@ def test_what_nothing_answers_is_measured_by_whether_the_reader_abstains(config,
     assert search["abstained"] is search["abstained_wrongly"] is search["answer_f1"] is None
     kept = json.loads(written(tmp_path / "toy")["stop"].read_text())["rows"]
     assert {row["question"] for row in kept} == asked | {"a:1", "a:2", "b:1", "b:2"}
-    assert "| abstained | wrongly |" in markdown(result)
+    assert "| abstained | wrongly |" in (text := markdown(result)) and "abstained: share of 2 further questions" in text
 
 
 def test_walks_are_replayed_from_what_was_kept(config, tmp_path):

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from cuewalk.env import DataError
-from cuewalk.scripts.measure_learning import join, main, read_run
+from cuewalk.scripts.measure_learning import asked_alone, everyone, join, main, read_run
 
 MEASURES = {"reward": 0.1, "entries": 8.0, "context_tokens": 400.0, "recall_at_300t": 0.5, "evidence_recall": 0.5}
 
@@ -52,7 +52,7 @@ def runs(tmp_path):
 
 
 def test_seeds_are_averaged_by_question_and_folds_joined(runs):
-    found = join([read_run(run, "test") for run in runs], (("trained", "ranker"), ("trained", "absent")))
+    found = join([asked_alone(read_run(run, "test")) for run in runs], (("trained", "ranker"), ("trained", "absent")))
     rows = {row["policy"]: row for row in found["rows"]}
     # a:1 is (1 + 0) / 2, a:2 is 0, b:1 is 1; what was not asked of the models is left out.
     assert (rows["trained"]["n"], rows["trained"]["recall_at_8"]) == (3, 0.5)
@@ -94,6 +94,15 @@ def test_other_trainings_stand_beside_the_run_whose_warm_start_they_share(runs, 
     assert (recall["a"], recall["b"], recall["difference"]) == ("trained", "placebo", 0.5)
     assert [run["name"] for run in found["runs"]] == ["placebo"]
     assert "| recall_at_8 | trained − placebo | +0.500 |" in out.with_suffix(".md").read_text()
+
+
+def test_all_questions_are_for_policies_without_a_model(tmp_path):
+    questions = {"a:1": 1.0, "a:2": 0.0, "a:unasked": 1.0}
+    run = a_run(tmp_path / "one", {"trained": {"a:1": 1.0, "a:2": 1.0}, "expand_top=3": questions,
+                                   "top_k=8": dict.fromkeys(questions, 0.0)})  # fmt: skip
+    found = everyone([read_run(run, "test")])
+    assert [(row["policy"], row["n"]) for row in found["rows"]] == [("expand_top=3", 3), ("top_k=8", 3)]
+    assert found["comparisons"][0]["difference"] == pytest.approx(2 / 3)
 
 
 def test_a_run_that_was_not_evaluated_is_named(tmp_path, runs):
