@@ -14,8 +14,7 @@ def render_context(graph: MemoryGraph, entries: Sequence[str], form: Form = "ent
     """Return the text for a reader; entries of the same segments stand together, in order of first appearance.
 
     The forms: `segment+entries` (raw segments, then what the entries say), `segment`, `summary+entries`, `entries`. A
-    message that stands in a segment is not repeated: an entry that is its messages word for word then shows its
-    abstraction alone. A ValueError if the form is unknown.
+    message that stands in a segment is not repeated: an entry that only repeats some shows its abstraction alone.
     """
     if form not in FORMS:
         raise ValueError(f"context form {form!r}; choose from {', '.join(FORMS)}")

@@ -1,6 +1,7 @@
 """The ranker without a language model: it orders a frontier, and is the rival that a policy must beat."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,11 +18,14 @@ from cuewalk.env.records import words
 from cuewalk.env.state import POOL, first_state
 from cuewalk.judges import covered
 from cuewalk.memory import Link, MemoryGraph
+from cuewalk.memory.records import MONTHS
 
 FEATURES = (
-    "cosine", "place", "search_rank", "nearest", "mean_near", "near_first", "shared_words", "speaker_named", "words",
-    "asks_when", "sources", "apart", "apart_from_first",
+    "cosine", "search_rank", "nearest", "mean_near", "near_first", "shared_words", "speaker_named", "of_another",
+    "words", "asks", "asks_when", "tells_when", "apart", "apart_from_first", "read_most", "read_mean",
 )  # fmt: skip
+DAYS = r"(mon|tues|wednes|thurs|fri|satur|sun|yester|to)day|tomorrow|last|next|ago|since|(week|month|year)s?"
+TELLS_WHEN = re.compile(rf"\b({DAYS}|{'|'.join(MONTHS)})\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -90,19 +94,23 @@ def features(
     positions = [graph.order[entry] for entry in working]
     asked = words(query)
     asks_when = not asked.isdisjoint(("when", "date", "day", "month", "year"))
+    known = graph.vectors[positions]
+    named = asked & {message.speaker.lower() for message in graph.conversation.messages}
+    read = known @ vector
     reached = [{target for entry in working for target in graph.links(entry, (kind,))} for kind in kinds]
     rows = []
-    for place, link in enumerate(links):
+    for link in links:
         entry, at = graph.entries[link.entry], graph.order[link.entry]
-        near = graph.vectors[positions] @ graph.vectors[at]
+        near = known @ graph.vectors[at]
         told = words(f"{entry.abstraction} {entry.value}")
+        said = " ".join(statement.text for statement in entry.statements)  # a value has its date written in
         shared = len(asked & told) / max(1, len(asked))
-        counts = (place, ranking.get(entry.id, 200))
-        apart = (min(abs(at - position) for position in positions), abs(at - positions[0]))
+        counts = (ranking.get(entry.id, 200), min(abs(at - p) for p in positions), abs(at - positions[0]), len(told))
+        speaker, (rank, apart, apart_from_first, length) = entry.speaker.lower(), np.log1p(counts)
         rows.append([
-            graph.score(vector, entry.id), *np.log1p(counts), near.max(), near.mean(), near[0], shared,
-            entry.speaker.lower() in asked,
-            np.log1p(len(told)), asks_when, len(entry.sources), *np.log1p(apart),
+            graph.score(vector, entry.id), rank, near.max(), near.mean(), near[0], shared, speaker in asked,
+            bool(named - {speaker}), length, "?" in said, asks_when, asks_when and TELLS_WHEN.search(said) is not None,
+            apart, apart_from_first, read.max(), read.mean(),
             *(entry.id in targets for targets in reached),
         ])  # fmt: skip
     return np.array(rows, dtype=np.float64).reshape(len(rows), len(FEATURES) + len(kinds))

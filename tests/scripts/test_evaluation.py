@@ -184,12 +184,16 @@ def test_features_are_what_their_names_say(graph):
     dog, other = features(graph, "When was Bob with the dog?", ["e0"], links, ("segment", "similar"))
     half = 0.5**0.5  # dog and garden are two axes: the cosine of e5 with e0, which has the dog alone
     by_name = dict(zip((*FEATURES, "segment", "similar"), dog, strict=True))
-    assert by_name["cosine"] == pytest.approx(half) and by_name["place"] == 0.0 and by_name["speaker_named"] == 1.0
+    assert by_name["cosine"] == pytest.approx(half) and by_name["speaker_named"] == 1.0 and not by_name["of_another"]
     assert by_name["nearest"] == by_name["mean_near"] == by_name["near_first"] == pytest.approx(half)
-    assert by_name["asks_when"] == by_name["sources"] == by_name["similar"] == 1.0 and by_name["segment"] == 0.0
+    assert by_name["asks_when"] == by_name["similar"] == 1.0 and by_name["segment"] == 0.0
+    assert by_name["asks"] == by_name["tells_when"] == 0.0
+    assert by_name["read_most"] == by_name["read_mean"] == pytest.approx(1.0)  # the question has no axis but the dog's
     assert by_name["apart"] == by_name["apart_from_first"] == pytest.approx(np.log(6))
     assert by_name["search_rank"] == pytest.approx(np.log(2))  # second to e0
-    assert other[FEATURES.index("place")] == pytest.approx(np.log(2)) and tuple(other[-2:]) == (1.0, 0.0)
+    assert other[FEATURES.index("tells_when")] == 1.0 and tuple(other[-2:]) == (1.0, 0.0)  # "on Tuesday"
+    assert not features(graph, "Who is Bob?", ["e0"], links, ())[1, FEATURES.index("tells_when")]  # nobody asks when
+    assert features(graph, "Did Ann come back?", ["e0"], links[1:], ())[0, FEATURES.index("of_another")] == 1.0
 
 
 def test_differences_are_averaged_by_conversation_with_a_t_interval():
