@@ -54,8 +54,7 @@ class WarmStartConfig:
     k: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (2, 3, 5, 8)
     #: Share of rows on which the oracle stops at once. Unweighted, about three quarters: imitation then always stops.
     stop_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    #: Candidates an expansion names at least: the oracle's, then the first of the list. A small model learns to take
-    #: the first lines long before it learns which lines hold evidence.
+    #: Candidates an expansion names at least: the oracle's, then the first of the list (those are learnt soonest).
     picks: Annotated[int, Field(ge=1, le=MAX_EXPAND)] = 1
     #: Weight of a second loss: at the end of each candidate's line, whether it holds missing evidence.
     pointwise: Annotated[float, Field(ge=0)] = 1.0
@@ -89,8 +88,7 @@ class EvaluationConfig:
     """What is measured."""
 
     part: Literal["val", "test"] = "test"  #: `val` or `test`. Tune on val; look at test once a reported result.
-    #: Rows with a language model: `all`, `test_200` (the published list of LoCoMo fold A), or a number n (the first n
-    #: by the digest of their ids).
+    #: Rows with a model: `all`, `test_200` (a published list of LoCoMo's), or the first n by the digest of their ids.
     model_questions: PositiveInt | Literal["all", "test_200"] = "all"
     batch: PositiveInt = 16  #: Questions walked in lockstep.
     untrained: bool = True  #: Measure the base model too: much of an evaluation's time, and the same for every run.
@@ -104,8 +102,7 @@ class Config:
     model: str = "smollm2-135m"  #: `smollm2-135m`, a local path or a hub id of an instruct model.
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  #: Of the base weights; adapters are float32.
     encoder: str = "minilm"  #: `minilm`, a local path or a hub id.
-    #: Where this run keeps everything; a later start goes on from what it finds there.
-    run_dir: str = "checkpoints/run"
+    run_dir: str = "checkpoints/run"  #: Where this run keeps everything; a later start goes on from what is there.
     memory_dir: str = "checkpoints/memory"  #: Where built memories are kept, by content; shared between runs.
     seed: int = 0  #: Of everything random.
     data: DataConfig = field(default_factory=DataConfig)

@@ -24,7 +24,7 @@ FEATURES = (
     "cosine", "search_rank", "nearest", "mean_near", "near_first", "shared_words", "speaker_named", "of_another",
     "words", "asks", "asks_when", "tells_when", "apart", "apart_from_first", "read_most", "read_mean",
 )  # fmt: skip
-DAYS = r"(mon|tues|wednes|thurs|fri|satur|sun|yester|to)day|tomorrow|last|next|ago|since|(week|month|year)s?"
+DAYS = "(mon|tues|wednes|thurs|fri|satur|sun|yester|to)day|tomorrow|last|next|ago|since|(week|month|year)s?"
 TELLS_WHEN = re.compile(rf"\b({DAYS}|{'|'.join(MONTHS)})\b", re.IGNORECASE)
 
 
@@ -32,8 +32,8 @@ TELLS_WHEN = re.compile(rf"\b({DAYS}|{'|'.join(MONTHS)})\b", re.IGNORECASE)
 class Ranker:
     """Logistic regression on numbers a candidate has before it is read.
 
-    Trained on the training questions' evidence; called by the environment to order candidates. Chances are of holding
-    evidence that the working set lacks. (Boosted trees on the same numbers found less on left-out conversations.)
+    Trained on the training questions' evidence; the environment orders candidates by it. Chances are of holding
+    missing evidence. (Boosted trees on the same numbers found less on left-out conversations.)
     """
 
     kinds: tuple[str, ...]  #: Link kinds that are features: 1 where some entry of W reaches the candidate so.
@@ -104,13 +104,12 @@ def features(
         near = known @ graph.vectors[at]
         told = words(f"{entry.abstraction} {entry.value}")
         said = " ".join(statement.text for statement in entry.statements)  # a value has its date written in
-        shared = len(asked & told) / max(1, len(asked))
         counts = (ranking.get(entry.id, 200), min(abs(at - p) for p in positions), abs(at - positions[0]), len(told))
         speaker, (rank, apart, apart_from_first, length) = entry.speaker.lower(), np.log1p(counts)
         rows.append([
-            graph.score(vector, entry.id), rank, near.max(), near.mean(), near[0], shared, speaker in asked,
-            bool(named - {speaker}), length, "?" in said, asks_when, asks_when and TELLS_WHEN.search(said) is not None,
-            apart, apart_from_first, read.max(), read.mean(),
-            *(entry.id in targets for targets in reached),
+            graph.score(vector, entry.id), rank, near.max(), near.mean(), near[0],
+            len(asked & told) / max(1, len(asked)), speaker in asked, bool(named - {speaker}), length,
+            "?" in said, asks_when, asks_when and TELLS_WHEN.search(said) is not None,
+            apart, apart_from_first, read.max(), read.mean(), *(entry.id in targets for targets in reached),
         ])  # fmt: skip
     return np.array(rows, dtype=np.float64).reshape(len(rows), len(FEATURES) + len(kinds))
