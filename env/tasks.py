@@ -58,8 +58,8 @@ def load_locomo(
     Indexed are the messages with their image captions, and the `observation` rows as notes; never the questions,
     `event_summary`, or the stock-photo `query`.
 
-    `path` is the file, or the folder that holds `locomo10.json`; `split` is `conv-4-1-5`, `conv-4-1-5-b` or
-    `memory-r1`; `sha256` is the file's digest, None to accept any file of the format.
+    `path` is the file, or the folder that holds `locomo10.json`; `split` is `conv-4-1-5`, `conv-4-1-5-b`, `memory-r1`
+    or `ablations`; `sha256` is the file's digest, None to accept any file of the format.
 
     A DataError if the file is missing, another one, damaged or lacks a conversation; a ValueError for an unknown part.
     """

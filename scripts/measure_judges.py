@@ -2,8 +2,9 @@
 
     python scripts/measure_judges.py [--out docs/results/judges] [--only cheats,calibration,agreement,fuzz]
 
-Synthetic test conversations, and LoCoMo's validation conversation where CUEWALK_DATA names its folder. Questions are
-told apart by what the first search left: `solved`, `reachable` (a candidate holds missing gold), `unreachable`.
+Synthetic test conversations, and LoCoMo's validation conversation where CUEWALK_DATA names its folder; cheats on its
+training conversations too, each beside an honest walker that was trained on the others. Questions are told apart by
+what the first search left: `solved`, `reachable` (a candidate holds missing gold), `unreachable`.
 """
 
 import os
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from cuewalk.judges import PRESETS, JudgeConfig, TrajectoryJudge, covered, evide
 from cuewalk.memory import Entry, MemoryGraph, SentenceEncoder, build_graph
 from cuewalk.memory.models import load_tokenizer
 from cuewalk.memory.reader import LocalReader
-from cuewalk.rl.ranker import fit_ranker
+from cuewalk.rl.ranker import Ranker, fit_ranker
 from cuewalk.scripts.baselines import expand_likely, searching_oracle
 from cuewalk.scripts.calibrate import by_likelihood, by_score, calibrate
 from cuewalk.scripts.measures import answer_words
@@ -113,10 +115,20 @@ def data_sets() -> dict[str, tuple[Data, Data]]:
 
 
 def honest_walker(train: Data) -> Policy:
-    """Return the ranker, fitted on other conversations: it takes what it finds likelier than the price is high."""
+    """Return the ranker, fitted on all conversations but the one asked: it takes what is likelier than the price."""
     tasks, graphs = train
-    policy = expand_likely(fit_ranker(tasks, graphs, EnvConfig()), JudgeConfig().price)
-    return lambda env: format_action(policy(env, Gold("", (), 4)))
+
+    @cache
+    def fitted(left_out: str | None) -> Ranker:
+        kept = [question.id for question in tasks.questions if question.conversation_id != left_out]
+        return fit_ranker(select(tasks, ids=kept), graphs, EnvConfig())
+
+    def policy(env: RetrievalEnv) -> str:
+        asked = env.question.conversation_id
+        ranker = fitted(asked if asked in tasks.conversations else None)
+        return format_action(expand_likely(ranker, JudgeConfig().price)(env, Gold("", (), 4)))
+
+    return policy
 
 
 def oracle_for(tasks: Tasks) -> Policy:
@@ -140,7 +152,10 @@ def fat(graph: MemoryGraph) -> MemoryGraph:
 def cheats() -> dict[str, Any]:
     """Mean reward of every cheat, of an honest walker and of the oracle, by preset and stratum."""
     rows, checks = [], []
-    for name, (scored, train) in data_sets().items():
+    sets = data_sets()
+    if "locomo val" in sets:
+        sets["locomo train, left out"] = (sets["locomo val"][1],) * 2
+    for name, (scored, train) in sets.items():
         tasks, graphs = scored
         policies = CHEATS | {"heuristic": honest_walker(train), "oracle": oracle_for(tasks)}
         strata = {q.id: stratum(graphs[q.conversation_id], q, tasks.gold[q.id]) for q in tasks.questions}

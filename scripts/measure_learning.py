@@ -77,8 +77,9 @@ def beside(run: Run, others: Mapping[str, Run]) -> dict[str, Any]:
         measured.append(own.assign(policy=renamed).dropna(subset="policy"))
     pairs = [(f"trained{end}", f"{name}{end}") for name in others for end in ("", "+offset")]
     found = join([({"curves": []}, pd.concat(measured))], pairs)
-    runs = [{"name": name, "command": result["command"], "training": result["training"]}
-            for name, (result, _) in others.items()]  # fmt: skip
+    runs = [{"name": name, "command": result["command"], "training": result["training"],
+             "validation": next(row["reward"] for row in result["controls"] if row["policy"] == "trained")}
+            for name, (result, _) in {"trained": run, **others}.items()]  # fmt: skip
     return {"rows": found["rows"], "comparisons": found["comparisons"], "runs": runs}
 
 
@@ -167,7 +168,8 @@ def _beside_text(result: dict[str, Any]) -> list[str]:
         "questions; `+offset` is chosen on validation for each.",
         table(own["rows"], ("policy", "n", *SHOWN)),
         _pairs(own["comparisons"]),
-        "\n".join(f"- `{run['name']}`: `{run['command']}`" for run in own["runs"]),
+        "Mean reward on validation with the offset on STOP that is best there, and what trained and measured it:",
+        "\n".join(f"- `{run['name']}` {run['validation']:.3f}: `{run['command']}`" for run in own["runs"]),
     ]
 
 

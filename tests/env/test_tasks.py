@@ -41,13 +41,15 @@ def test_dates_are_read_in_any_locale():
 
 
 def test_no_split_shares_a_conversation_between_its_parts():
-    assert set(splits()) == {"conv-4-1-5", "conv-4-1-5-b", "memory-r1", "longmemeval"}
+    assert set(splits()) == {"conv-4-1-5", "conv-4-1-5-b", "memory-r1", "ablations", "longmemeval"}
     for parts in splits().values():
         for a, b in combinations(("train", "val", "test"), 2):
             assert not set(parts[a]) & set(parts[b])
         assert all(id_.split(":")[0] in parts["test"] for id_ in parts.get("test_200", ()))
     assert len(set(splits()["conv-4-1-5"]["test_200"])) == 200
     assert splits()["conv-4-1-5"]["test"] == splits()["conv-4-1-5-b"]["train"]
+    used = splits()["ablations"]["train"] + splits()["ablations"]["test"]  # choices never look at a test conversation
+    assert used == splits()["conv-4-1-5"]["train"]
 
 
 def sample(**changes):

@@ -92,7 +92,7 @@ def test_other_trainings_stand_beside_the_run_whose_warm_start_they_share(runs, 
     assert [(row["policy"], row["recall_at_8"]) for row in found["rows"]] == [("trained", 0.5), ("placebo", 0.0)]
     (recall,) = [c for c in found["comparisons"] if c["metric"] == "recall_at_8"]
     assert (recall["a"], recall["b"], recall["difference"]) == ("trained", "placebo", 0.5)
-    assert [run["name"] for run in found["runs"]] == ["placebo"]
+    assert [(run["name"], run["validation"]) for run in found["runs"]] == [("trained", 0.1), ("placebo", 0.1)]
     assert "| recall_at_8 | trained − placebo | +0.500 |" in out.with_suffix(".md").read_text()
 
 
