@@ -20,6 +20,10 @@ KIND_LETTERS = {
 CANDIDATE = re.compile(r"^(?P<text>.*) (?P<score>\d[a-z]) (?P<label>[A-Za-z])$", re.MULTILINE)
 """A candidate's line in an observation; `plain` sees to it that no other line looks like one."""
 
+UNSEEN = "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\uffa0\ufe00-\ufe0f\U000e0100-\U000e01ef]*"
+ENDING = re.compile(rf"(\d){UNSEEN}([a-z]){UNSEEN} {UNSEEN}(?=[A-Za-z]\b)")
+"""What looks like the end of a candidate's line, whatever of it is invisible (and no control character)."""
+
 QUESTION_WORDS = 60
 SPEAKER_WORDS = 6  # documents speak under their headers
 MAX_WORD = 10
@@ -67,7 +71,7 @@ def plain(text: str) -> str:
     tokenizer's part: cuewalk.rl.transcript).
     """
     kept = "".join(c for c in text if c.isspace() or unicodedata.category(c)[0] != "C")
-    closed = re.sub(r"(\d[a-z]) (?=[A-Za-z]\b)", r"\1", " ".join(kept.split()))
+    closed = ENDING.sub(r"\1\2", " ".join(kept.split()))
     return closed.replace("<|", "< |").replace("|>", "| >")
 
 

@@ -1,5 +1,6 @@
 """The decision process: state (q, W, F, b), and one pure transition (Memora, Algorithm 1, made explicit)."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -43,8 +44,7 @@ class EnvConfig:
     new_lines: NonNegativeInt = 4  #: Candidates added by one later step at most.
     #: What comes first among candidates: `search` (rankings fused) or `ranker` (learnt from the training questions).
     order: Literal["search", "ranker"] = "search"
-    #: Link kinds that make candidates; `search` alone is the control `next_hits`. The default is what reached most on
-    #: validation conversations (docs/results/memory.md).
+    #: Link kinds that make candidates (`search` alone is the control `next_hits`); the default reached most in trials.
     links: tuple[str, ...] = ("segment", "adjacent", "anchor", "similar", "search")
     expand_cost: PositiveInt = 1  #: Of one entry.
     refine_cost: PositiveInt = 1  #: Of one new query.
@@ -184,5 +184,5 @@ def _known(state: State) -> set[str]:
     return {*state.working, *(link.entry for _, link in state.frontier)}
 
 
-def _same(query: str) -> str:
-    return " ".join(query.casefold().split())
+def _same(query: str) -> list[str]:
+    return re.findall(r"\w+", query.casefold())

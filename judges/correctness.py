@@ -10,7 +10,7 @@ from cuewalk.judges.answers import score_answer
 from cuewalk.judges.evidence import JudgeError, evidence_recall
 from cuewalk.memory import MemoryGraph
 from cuewalk.memory.endpoint import Endpoint, EndpointError, Reply, ReplyError, data_line, fill
-from cuewalk.memory.reader import Context, LocalReader
+from cuewalk.memory.reader import Context, LocalReader, TooLong
 
 Correctness = Callable[[MemoryGraph, Question, Gold, Sequence[str]], float]
 """(graph, question, gold, entries) -> correctness in [0, 1]."""
@@ -55,18 +55,22 @@ class ByReader:
     def __call__(self, graph: MemoryGraph, question: Question, gold: Gold, entries: Sequence[str]) -> float:
         """Return the score; a working set that was asked about before is not read again.
 
-        A JudgeError if the gold answer has no token.
+        A JudgeError if the gold answer has no token, or the memories are more than the reader can take.
         """
         key = (question.id, gold.answer, tuple(graph.entries[entry].value for entry in entries))
-        if key not in self._known:
+        if key in self._known:
+            return self._known[key]
+        ask = f"\nQuestion: {' '.join(question.text.split())}\nShort answer:"
+        if self.kind == "likelihood" and not gold.answer.strip():
+            raise JudgeError("the gold answer is empty; leave the question out, or judge by evidence")
+        try:
             context = self._reread([f"{value}\n" for value in key[2]])
-            ask = f"\nQuestion: {' '.join(question.text.split())}\nShort answer:"
             if self.kind == "answer":
                 self._known[key] = score_answer(self.reader.answer(context, ask), gold)["answer_f1"]
-            elif not gold.answer.strip():
-                raise JudgeError("the gold answer is empty; leave the question out, or judge by evidence")
             else:
                 self._known[key] = self.reader.likelihood(context, ask, f" {gold.answer.strip()}")
+        except TooLong as error:
+            raise JudgeError(str(error)) from error
         return self._known[key]
 
     def _reread(self, texts: list[str]) -> Context:

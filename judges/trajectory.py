@@ -40,7 +40,7 @@ class JudgeConfig:
     similarity: float = 0.8  #: δ, the cosine above which two entries say the same (eq. 16; not given in the paper).
     #: w1, w2, w3 of correctness, redundancy and cost (`paper`, eq. 18; `memora-code`: its trainer's values).
     weights: tuple[float, float, float] = (1.0, 0.4, 0.4)
-    #: Share of wrong answers that an `llm` judge may accept in calibration before training is refused.
+    #: Share of wrong answers that a judge of answers may accept in calibration before training is refused.
     most_wrong: NonNegativeFloat = 0.2
 
     def __post_init__(self) -> None:

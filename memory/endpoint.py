@@ -119,7 +119,7 @@ class Endpoint:
                 self.usage.rejected += 1
             messages = [
                 *messages[:1],
-                {"role": "assistant", "content": text[:SHOWN]},
+                {"role": "assistant", "content": data_line(reply=text[:SHOWN])},  # what a memory made it say is fenced
                 {"role": "user", "content": f"That reply is not valid: {reason}. Reply again, as JSON."},
             ]
         raise ReplyError(
@@ -146,7 +146,7 @@ class Endpoint:
                 f"cannot ask {self.config.model!r} at {self.config.base_url}: {error}. Is the server up, and does it "
                 f"serve that model? What was answered so far is cached: start again to go on"
             ) from error
-        text = done.choices[0].message.content or ""
+        text = (done.choices[0].message.content or "") if done.choices else ""
         with self._lock:
             self.usage.calls += 1
             self.usage.prompt_words += sum(len(message["content"].split()) for message in messages)
@@ -154,6 +154,8 @@ class Endpoint:
             if done.usage is not None:
                 self.usage.prompt_tokens += done.usage.prompt_tokens
                 self.usage.completion_tokens += done.usage.completion_tokens
+        if not text:
+            return text  # no reply, and none to keep
         self._cache.add(digest, text)  # of two threads that asked the same, both take the first one's reply
         return str(self._cache.get(digest, text))
 

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cuewalk.memory.context import segment_summary
 from cuewalk.memory.encoder import FloatArray
 from cuewalk.memory.graph import Link, MemoryGraph
 from cuewalk.memory.groups import neighbours
 from cuewalk.memory.index import best
 from cuewalk.memory.reader import LocalReader
-from cuewalk.memory.records import say
+from cuewalk.memory.records import Segment, say
 
 POOL = 10
 GROUPS = 5
@@ -133,3 +132,8 @@ def expand_while_surer(
             raw.append(id_)
             shown |= set(new)
     return Expansion(context.text, tuple(taken), tuple(raw), tuple(trace), reader.tokens - before)
+
+
+def segment_summary(graph: MemoryGraph, segment: Segment) -> str:
+    """Return a segment's extracted episodic memory; offline, where there is none, its entries' abstractions."""
+    return segment.summary or "; ".join(graph.entries[entry].abstraction for entry in graph.by_segment[segment.id])

@@ -9,6 +9,10 @@ from transformers import DynamicCache
 from cuewalk.memory.models import decoder_and_head, load_language_model, load_tokenizer, run_decoder, well_formed
 
 
+class TooLong(ValueError):
+    """Raised when a text is longer than the model can read."""
+
+
 @dataclass
 class Context:
     """What a reader has read so far, as keys and values; `text` is for people."""
@@ -36,6 +40,7 @@ class LocalReader:
         self.answer_tokens = answer_tokens
         self.tokens = 0
         """Tokens that went through the model so far."""
+        self.limit: int = getattr(model.config, "max_position_embeddings", None) or 10**9
         self._decoder, self._head = decoder_and_head(model)
 
     @classmethod
@@ -104,6 +109,8 @@ class LocalReader:
     @torch.no_grad()
     def _feed(self, context: Context, ids: list[int], last: int = 1) -> torch.Tensor:
         """Append ids to a context; return the logits of the last positions, (last, vocabulary)."""
+        if context.length + len(ids) > self.limit:
+            raise TooLong(f"{context.length + len(ids)} tokens, but this model reads {self.limit}; cut the memories")
         self.tokens += len(ids)
         hidden = run_decoder(self._decoder, torch.tensor([ids], device=self.model.device), context.cache)
         logits: torch.Tensor = self._head(hidden[0, -last:]).float()

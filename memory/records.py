@@ -80,7 +80,7 @@ class Statement:
     def line(self) -> str:
         """Return it as a reader sees it: `Ann (8 May 2023): text`, and `until 1 June 2023` where that is over."""
         over = "" if self.until is None else f", until {format_date(self.until)}"
-        return f"{self.speaker} ({format_date(self.time)}{over}): {self.text}"
+        return f"{' '.join(self.speaker.split())} ({format_date(self.time)}{over}): {self.text}"
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,7 @@ class WarmStartConfig:
 
     #: Training rows: one is a question walked by the oracle from one k. 0 leaves the warm start out.
     rows: NonNegativeInt = 800
-    #: First-search sizes that rows are made from.
-    k: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (2, 3, 5, 8)
+    k: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (2, 3, 5, 8)  #: First-search sizes of the rows.
     #: Share of rows on which the oracle stops at once. Unweighted, about three quarters: imitation then always stops.
     stop_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     #: Candidates an expansion names at least: the oracle's, then the first of the list (those are learnt soonest).

@@ -58,17 +58,12 @@ def load_part(config: DataConfig, part: str, *, unanswerable: bool = False) -> T
         if config.source == "longmemeval":
             return load_longmemeval(path, part, unanswerable=unanswerable)
         return load_perltqa(path, part)
-    except DataError:
-        raise
     except ValueError as error:
-        raise ConfigError(f"config: data: {error}") from error
+        raise error if isinstance(error, DataError) else ConfigError(f"config: data: {error}") from error
 
 
 def load_graphs(config: Config, conversations: Mapping[str, Conversation], encoder: Encoder) -> dict[str, MemoryGraph]:
-    """Return the memory graph of each conversation: read from `memory_dir` where it was built before, else built.
-
-    A memory's folder name holds the digest of data, configuration and encoder, so a stale one is never read.
-    """
+    """Return the memory graph of each conversation: read from `memory_dir` where it was built before, else built."""
     graphs, extractor = {}, load_extractor(config.memory)
     for conversation in tqdm(conversations.values(), desc="memories", unit="conversation", disable=None):
         digest = build_digest(conversation, config.memory, encoder.name)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from pydantic import ValidationError
 
-from cuewalk.env import Question, Rank, RetrievalEnv, Trajectory
+from cuewalk.env import Expand, Question, Rank, RetrievalEnv, Stop, Trajectory, format_action
 from cuewalk.env.render import INSTRUCTION, RENDERER
 from cuewalk.memory import Entry, MemoryGraph
 from cuewalk.memory.models import load_language_model, load_tokenizer, weights_digest
@@ -21,7 +21,7 @@ from cuewalk.rl.config import Config, config_tree, parse_config
 from cuewalk.rl.data import rank_of
 from cuewalk.rl.ranker import Ranker
 from cuewalk.rl.rollout import walk, walk_greedily
-from cuewalk.rl.scoring import score_actions
+from cuewalk.rl.scoring import score_plainly
 from cuewalk.rl.transcript import Chat, TranscriptError
 from cuewalk.rl.vllm_sampler import TOLERANCE, SamplerError, Server, VLLMSampler
 
@@ -55,7 +55,6 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
     own = replace(config, run_dir=Config.run_dir, memory_dir=Config.memory_dir, data=data, sampling=sampling)
     tree = config_tree(own)  # without the places of this machine
     policy: dict[str, Any] = {
-        "format": 1,
         "grammar": GRAMMAR,
         "renderer": RENDERER,
         "base": config.model,
@@ -70,7 +69,7 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
     # How likely an action is to this policy, by which a server is known to have it:
     asked, said = chat.first(INSTRUCTION), chat.action("STOP")
     with torch.no_grad():
-        (logps,), _ = score_actions(model, [torch.tensor(asked)], [torch.tensor(said)], [torch.ones(len(said)).bool()])
+        (logps,), _ = score_plainly(model, [torch.tensor(asked)], [torch.tensor(said)], [torch.ones(len(said)).bool()])
     policy["probe"] = {"asked": asked, "said": said, "logps": logps.tolist()}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -136,6 +135,7 @@ class Retriever:
     timeout: float = 60.0  #: Seconds that a call waits for the model while other threads use it.
     #: `search`: where a walk can't be finished, plain search answers, and the result says why. None: that is an error.
     fallback: Literal["search"] | None = None
+    order_only: bool = False  #: Nothing is asked of a model: the best candidates are taken until the budget is spent.
     _lock: Any = field(default_factory=Lock, repr=False, compare=False)
 
     @classmethod
@@ -152,6 +152,7 @@ class Retriever:
         server: str | None = None,
         timeout: float = 60.0,
         fallback: Literal["search"] | None = None,
+        order_only: bool = False,
     ) -> "Retriever":
         """Load an exported policy: the adapter on its base model, or the address of a server that has it.
 
@@ -161,6 +162,7 @@ class Retriever:
             server: Address of `vllm serve PATH/merged --served-model-name cuewalk`; no weights are loaded here then.
             timeout: As the field; and seconds that a server may take for one request, which is tried three times.
             fallback: As the field; search gives as many entries as a walk may gather.
+            order_only: As the field; what the policy's ranker is worth by itself, in milliseconds.
 
         An ExportError if the directory is no export, of another grammar or renderer, or the base's or the server's
         weights are not the right ones; a ModelError if the base can't be loaded; a SamplerError without the server.
@@ -180,7 +182,10 @@ class Retriever:
                     f"{path} speaks {key} {theirs[key]!r}, this version of cuewalk {ours!r}; use the version that "
                     f"exported it, or train again"
                 )
-        config, chat = parse_config(tree), Chat(load_tokenizer(str(path / "adapter")))
+        config = parse_config(tree)
+        if order_only:
+            return cls(None, None, config, rank_of(config, path), order_only=True)
+        chat = Chat(load_tokenizer(str(path / "adapter")))
         if server is not None:
             asked = _checked(server, timeout, path, policy.get("probe"), config)
             return cls(None, chat, config, rank_of(config, path), asked, timeout, fallback)
@@ -240,6 +245,8 @@ class Retriever:
 
     def _walk(self, envs: Sequence[RetrievalEnv]) -> list[Trajectory]:
         sampling = self.config.sampling
+        if self.order_only:
+            return [_take_best(env) for env in envs]
         if self.chat is None:
             raise SamplerError("no policy was given")
         if self.server is not None:
@@ -252,6 +259,15 @@ class Retriever:
             return [row.trajectory for row in walk_greedily(envs, self.model, self.chat, sampling)]
         finally:
             self._lock.release()
+
+
+def _take_best(env: RetrievalEnv) -> Trajectory:
+    """Take the candidates of the highest scores until the budget is spent."""
+    env.reset()
+    while env.state.ending is None:
+        best = sorted(env.state.frontier, key=lambda shown: -shown[1].score)[: env.affordable]
+        env.step(format_action(Expand(tuple(label for label, _ in best)) if best else Stop()))
+    return env.trajectory()
 
 
 def _fetched(path: str | Path) -> Path:

@@ -7,6 +7,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from cuewalk.rl.transcript import Chat
 from cuewalk.rl.vllm_sampler import InProcess, Server, VLLMSampler
 
 WEIGHT_CAP = 3.0  # of an importance weight, as in TRL: a token that the sampler took for unlikely must not rule a step
+COUNTS = ("groups/all", "groups/live", "groups/replaced", "judge/failed")
 DEAD_CAUSES = ("one_trajectory", "all_malformed", "solved_at_start", "nothing_reachable", "equal_rewards")
 CLIPS = "one update a batch makes every ratio 1, so nothing is ever clipped"
 CUTS = "it would cut the distribution that is trained; the rollout samples from all of it"
@@ -111,7 +113,9 @@ class Rollouts:
             for place, group in zip(dead, self.collect(others, size, sampler), strict=False):
                 groups[place] = group
         model.train(was_training)
-        self.log = summarise(groups, causes, replaced) | {
+        told = summarise(groups, causes, replaced)  # TRL logs means over the processes
+        self.log = told | {name: trainer.accelerator.num_processes * told[name] for name in COUNTS}
+        self.log |= {
             "rollout/seconds": (seconds := time.perf_counter() - started),
             "rollout/tokens": float(sampler.tokens),
             "rollout/tokens_per_second": sampler.tokens / seconds,
@@ -152,7 +156,10 @@ class Rollouts:
         else:
             envs = [[env() for _ in range(size)] for env in asked]
             walked = walk(envs, sampler, self.chat, max_tokens=config.sampling.max_tokens, seeds=seeds)
-        return [Group(q, rows, [self.verdict(row) for row in rows]) for q, rows in zip(questions, walked, strict=True)]
+        at_once = config.judge.llm.concurrency if config.judge.correctness == "llm" else 1
+        with ThreadPoolExecutor(at_once) as pool:
+            judged = [list(pool.map(self.verdict, rows)) for rows in walked]
+        return [Group(*whole) for whole in zip(questions, walked, judged, strict=True)]
 
     def walk_reward(self, walk_reward: list[float | None], log_metric: Callable[[str, float], None], **_: Any) -> Any:
         """Hand TRL the rewards that the rollout computed, and log what it saw."""
@@ -252,7 +259,7 @@ class WalkTrainer(GRPOTrainer):  # type: ignore[misc]
     def _correct(self, inputs: dict[str, Any], logps: torch.Tensor, scored: torch.Tensor) -> None:
         """Weight the advantages token by token: TRL reads them after the scoring (its own way needs `use_vllm`)."""
         weights = importance_weights(logps, inputs["sampling_per_token_logps"], scored)
-        inputs["advantages"] = inputs["advantages"].unsqueeze(1) * weights
+        inputs["advantages"] = inputs["advantages"].view(len(weights), -1) * weights  # (B, 1), or (B, T) of a control's
         differences = ((logps - inputs["sampling_per_token_logps"]) * scored).abs()
         sums = torch.stack([differences.sum(), weights.sum(), scored.sum()])[None]
         difference, weight, count = self.accelerator.gather(sums).sum(0).tolist()
@@ -292,11 +299,8 @@ class WalkTrainer(GRPOTrainer):  # type: ignore[misc]
         return logps, entropies, None
 
 
-def prepare_arguments(config: Config, run: Path, questions: int) -> GRPOConfig:
-    """Return TRL's arguments.
-
-    A ConfigError if a setting is unknown, does nothing here, or asks for more questions a step than there are.
-    """
+def prepare_arguments(config: Config, run: Path) -> GRPOConfig:
+    """Return TRL's arguments; a ConfigError if a setting is unknown or does nothing here."""
     check_options(config.grpo, GRPOConfig, "grpo")
     for key in config.grpo:
         if reason := INERT.get(key) or ("the rollout owns its engine" if key.startswith("vllm_") else ""):
@@ -330,12 +334,6 @@ def prepare_arguments(config: Config, run: Path, questions: int) -> GRPOConfig:
             "config: with sampling.groups = enumerated the gradient is exact only without grpo.beta and with a "
             "grpo.loss_type that weighs tokens alike (dapo, the default); remove them"
         )
-    if questions < (needed := batch * chosen["gradient_accumulation_steps"] // size):
-        raise ConfigError(
-            f"{questions} training questions, but one step takes {needed} (grpo.per_device_train_batch_size {batch} x "
-            f"gradient_accumulation_steps {chosen['gradient_accumulation_steps']} / num_generations {size}); TRL would "
-            f"run 0 steps. Give more questions or lower the batch"
-        )
     fixed = {
         "temperature": config.sampling.temperature,
         "max_completion_length": config.sampling.max_tokens,
@@ -349,7 +347,7 @@ def train_grpo(
     config: Config, run: Path, model: Any, rollouts: Rollouts, kind: type[WalkTrainer] = WalkTrainer
 ) -> None:
     """Train the model's adapter and save it as `run/trained`; goes on from the last checkpoint."""
-    arguments = prepare_arguments(config, run, len(rollouts.tasks.questions))
+    arguments = prepare_arguments(config, run)
     asked = question_order(rollouts.tasks.questions, arguments, config.seed)
     prompts = [[{"role": "user", "content": question.text, "question_id": question.id}] for question in asked]
     trainer = kind(

@@ -1,6 +1,7 @@
 """A run directory: the resolved configuration, versions, metrics; one run goes on, another is refused."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, fields
@@ -37,7 +38,9 @@ def open_run(config: Config) -> Path:
     elif run.exists() and any(run.iterdir()):
         raise ConfigError(f"{run} is not empty and holds no run; nothing was overwritten. Choose another run_dir")
     run.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"config": tree, **provenance()}, indent=1) + "\n", encoding="utf-8")
+    partial = path.with_suffix(f".{os.getpid()}")  # whole or not at all: other processes read it
+    partial.write_text(json.dumps({"config": tree, **provenance()}, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
     return run
 
 
@@ -82,7 +85,7 @@ class MetricsLog(TrainerCallback):  # type: ignore[misc]
 
 
 def trainer_defaults(run: Path, stage: str, config: Config) -> dict[str, Any]:
-    """Return the trainer settings that are ours to decide; the configuration's own override the rest."""
+    """Return our defaults of the trainers' settings, which a configuration may override."""
     # transformers renames it: `activation_checkpointing` from 5.24 on.
     names = {f.name for f in fields(TrainingArguments)}
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"

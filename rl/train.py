@@ -39,11 +39,12 @@ def train(config: Config) -> Path:
     if not tasks.questions:
         raise DataError("no training question has gold evidence; `cuewalk build --check FILE` says what a file lacks")
     # Refused before anything is written:
-    arguments = prepare_arguments(config, Path(config.run_dir), len(tasks.questions))
+    arguments = prepare_arguments(config, Path(config.run_dir))
     check_options(config.sft, SFTConfig, "sft")
     check_options(config.lora, LoraConfig, "lora")
-    if config.sft.get("label_smoothing_factor"):
-        raise ConfigError("config: sft.label_smoothing_factor has no effect on a set likelihood; remove it")
+    for key in ("label_smoothing_factor", "max_length", "remove_unused_columns", "dataset_kwargs"):
+        if config.sft.get(key):
+            raise ConfigError(f"config: sft.{key} has no effect on rows made for a set likelihood; remove it")
     if config.prices and config.env.price is None:
         raise ConfigError("config: prices needs env.price, the one of them that evaluation and serving tell; set it")
     if config.lora.get("lora_dropout"):

@@ -1,11 +1,13 @@
 """Observations as token ids: tokenised once, appended only, untrusted text kept from being special tokens."""
 
+import re
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 from cuewalk.env import LABELS
 from cuewalk.env.render import CANDIDATE
+from cuewalk.memory.models import well_formed
 
 
 class TranscriptError(ValueError):
@@ -27,6 +29,10 @@ class Chat:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.end: int = tokenizer.eos_token_id
+        # Those not marked as special would be one token whatever is switched off: Qwen's <tool_call> is one.
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if not token.special]
+        longest_first = sorted((text for text in added if len(text.strip()) > 1), key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.count = cache(lambda text: len(self.untrusted(text)))  # of tokens; an evaluation counts an entry often
         marks = {"cuewalkfirst": "user", "cuewalkaction": "assistant", "cuewalksecond": "user"}
         turns = [{"role": role, "content": mark} for mark, role in marks.items()]
@@ -71,6 +77,7 @@ class Chat:
 
     def marks(self, observation: str) -> dict[str, int]:
         """Return where each candidate's line ends: its label, and its letter's place counted from the turn's end."""
+        observation = self._broken(observation)
         encoded = self.tokenizer(observation, add_special_tokens=False, split_special_tokens=True)
         length = len(encoded["input_ids"]) + len(self._reply)
         lines = CANDIDATE.finditer(observation)
@@ -83,7 +90,11 @@ class Chat:
 
     def untrusted(self, text: str) -> list[int]:
         """Encode text in which nothing may become a special token."""
+        text = self._broken(text)
         return list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+
+    def _broken(self, text: str) -> str:
+        return self._added.sub(lambda found: f"{found[0][0]} {found[0][1:]}", well_formed(text))
 
     def _template(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

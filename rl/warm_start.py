@@ -129,7 +129,7 @@ class TeachTrainer(SFTTrainer):  # type: ignore[misc]
         loss: torch.Tensor = -logps[begins].mean() - logps[~begins].mean()
         held, metrics = inputs["held"], self._metrics["train"]
         metrics["certain"].append(float((logps.exp() > 0.5).float().mean()))
-        if self.pointwise:
+        if self.pointwise and len(held):
             loss = loss + self.pointwise * binary_cross_entropy_with_logits(said, held)
             for name, of in (("evidence", held == 1), ("other", held == 0)):
                 if of.any():
@@ -163,7 +163,7 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     ids, valid = pad_rows([row["input_ids"] for row in rows], "cpu")
     places = torch.tensor([(i, position) for i, row in enumerate(rows) for position in row["positions"]])
     begins = [position - 1 not in set(row["positions"]) for row in rows for position in row["positions"]]
-    marks = torch.tensor([(i, mark) for i, row in enumerate(rows) for mark in row["marks"]])
+    marks = torch.tensor([(i, m) for i, row in enumerate(rows) for m in row["marks"]], dtype=torch.long).reshape(-1, 2)
     targets, is_target = pad_rows([right for row in rows for right in row["targets"]], "cpu")
     return {
         "input_ids": ids,

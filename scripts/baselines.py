@@ -67,9 +67,10 @@ def expand_likely(ranker: Ranker, threshold: float) -> Scripted:
 def searching_oracle(env: RetrievalEnv, gold: Gold) -> Expand | Stop:
     """Look two hops ahead: where no candidate holds missing gold, take the one behind which most of it appears.
 
-    The ceiling of an evaluation. It takes one candidate at a time, for each shows its own links; one behind which
-    there is gold it takes only if the budget then reaches that too. Refining is left out: with the gold at hand, any
-    query finds anything.
+    The ceiling of an evaluation: of recall, not of any one reward, and greedy over two hops (a test holds it against
+    every walk there is on a small graph). It takes one candidate at a time, for each shows its own links; one behind
+    which there is gold it takes only if the budget then reaches that too. Refining is left out: with the gold at hand,
+    any query finds anything.
     """
     one, state, cost = oracle_action(env, gold), env.state, env.config.expand_cost
     if isinstance(one, Expand):

@@ -209,7 +209,7 @@ def trainer() -> WalkTrainer:
     prompts = [[{"role": "user", "content": "?"}]] * GROUP
     return WalkTrainer(
         model=policy(),
-        args=prepare_arguments(config, folder, GROUP),
+        args=prepare_arguments(config, folder),
         reward_funcs=lambda **_: [0.0],
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=chat().tokenizer,

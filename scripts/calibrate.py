@@ -10,14 +10,15 @@ from scipy.stats import binomtest
 from tqdm import tqdm
 
 from cuewalk.env.records import Gold, Question, Tasks, words
+from cuewalk.env.tasks import select
 from cuewalk.judges.answers import score_answer
 from cuewalk.judges.correctness import ByEndpoint, ByReader, Correctness
 from cuewalk.judges.trajectory import load_correctness
-from cuewalk.memory import MemoryGraph
+from cuewalk.memory import MemoryGraph, SentenceEncoder
 from cuewalk.memory.reader import LocalReader
 from cuewalk.memory.records import MONTHS, format_date
 from cuewalk.rl.config import Config, ConfigError
-from cuewalk.rl.data import load_part
+from cuewalk.rl.data import load_graphs, load_part
 
 Accepts = Callable[[Question, str, Gold], bool]
 """(question, answer, gold) -> whether the judge takes the answer for right."""
@@ -101,21 +102,39 @@ def calibrate(accepts: Accepts, tasks: Tasks, per_kind: int = 50, seed: int = 0)
 
 
 def check_judge(config: Config) -> None:
-    """Refuse to train on an `llm` judge that takes wrong answers for right: a policy would learn to please it.
+    """Refuse to train on a judge of answers that takes wrong ones for right: a policy would learn to please it.
 
-    A ConfigError if it accepts more of the wrong answers than `judge.most_wrong`; a JudgeError if its endpoint can't
-    be asked.
+    A ConfigError if it accepts more of the wrong answers than `judge.most_wrong`, or the validation questions have no
+    answers to try it on; a JudgeError if its endpoint can't be asked.
     """
-    if config.judge.correctness != "llm":
+    if config.judge.correctness == "evidence":  # it looks at no answer
         return
-    accepts = by_endpoint(load_correctness(config.judge))
-    rates = calibrate(accepts, load_part(config.data, "val"), per_kind=20, seed=config.seed)
-    if (share := wrongly_accepted(rates)) > config.judge.most_wrong:
+    named = "answer_f1" if config.judge.correctness == "answer" else config.judge.correctness
+    tasks = select(load_part(config.data, "val"), evidence=True)
+    rates = calibrate(judge_of(named, config, tasks), tasks, per_kind=20, seed=config.seed)
+    share = wrongly_accepted(rates)
+    if share is None:
         raise ConfigError(
-            f"config: the judge {config.judge.llm.model!r} accepts {share:.0%} of the wrong answers, more than "
-            f"judge.most_wrong = {config.judge.most_wrong:.0%} (see `cuewalk calibrate llm`); take a stricter model, "
-            f"or raise judge.most_wrong to train on it all the same"
+            f"config: no validation question has an answer to try judge.correctness = {config.judge.correctness} on; "
+            f"add some, or judge by evidence"
         )
+    if share > config.judge.most_wrong:
+        told = ", ".join(f"{rate.kind} {rate.accepted} of {rate.n}" for rate in rates if rate.kind in WRONG)
+        raise ConfigError(
+            f"config: the judge {named} accepts {share:.0%} of the wrong answers ({told}), more than judge.most_wrong "
+            f"= {config.judge.most_wrong:.0%} (see `cuewalk calibrate {named}`); take a stricter model, or raise "
+            f"judge.most_wrong to train on it all the same"
+        )
+
+
+def judge_of(name: str, config: Config, tasks: Tasks) -> Accepts:
+    """Return the judge of this name, one of `JUDGES`; the reader of `likelihood` sees the memories of the tasks."""
+    if name == "llm":
+        return by_endpoint(load_correctness(replace(config.judge, correctness="llm")))
+    if name == "likelihood":
+        graphs = load_graphs(config, tasks.conversations, SentenceEncoder(config.encoder))
+        return by_likelihood(LocalReader.from_pretrained(config.judge.reader), graphs)
+    return by_score(name)
 
 
 def by_score(name: str, least: float = 0.5) -> Accepts:
@@ -144,10 +163,11 @@ def by_likelihood(reader: LocalReader, graphs: Mapping[str, MemoryGraph]) -> Acc
     return accepts
 
 
-def wrongly_accepted(rates: Sequence[Rate]) -> float:
-    """Return the share of wrong answers that were accepted, over all their kinds."""
+def wrongly_accepted(rates: Sequence[Rate]) -> float | None:
+    """Return the share of wrong answers that were accepted, over all their kinds; None where there was none to try."""
     wrong = [rate for rate in rates if rate.kind in WRONG]
-    return sum(rate.accepted for rate in wrong) / max(1, sum(rate.n for rate in wrong))
+    asked = sum(rate.n for rate in wrong)
+    return sum(rate.accepted for rate in wrong) / asked if asked else None
 
 
 def _paraphrase(answer: str) -> str:

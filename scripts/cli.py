@@ -14,18 +14,16 @@ from cuewalk.env import DataError, RetrievalEnv
 from cuewalk.env.render import plain
 from cuewalk.env.tasks import PARTS, select
 from cuewalk.judges import JudgeError, TrajectoryJudge
-from cuewalk.judges.trajectory import load_correctness
 from cuewalk.memory import SentenceEncoder, StoreError, load_graph
 from cuewalk.memory.endpoint import EndpointError
 from cuewalk.memory.models import ModelError
-from cuewalk.memory.reader import LocalReader
 from cuewalk.rl.config import ConfigError, load_config
 from cuewalk.rl.data import load_graphs, load_part, rank_of
 from cuewalk.rl.export import ExportError, Retriever, export_policy
 from cuewalk.rl.transcript import TranscriptError
 from cuewalk.rl.vllm_sampler import SamplerError
 from cuewalk.scripts.baselines import run_scripted, searching_oracle
-from cuewalk.scripts.calibrate import JUDGES, RIGHT, by_endpoint, by_likelihood, by_score, calibrate, check_judge
+from cuewalk.scripts.calibrate import JUDGES, RIGHT, calibrate, check_judge, judge_of
 
 DESCRIPTION = """Train a small language model to walk an agent's memory: expand, refine or stop, under a budget.
 
@@ -107,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--processes", type=int, default=1, help="so many processes: one a GPU, or on the CPU (1)")
     compare = add(_compare, "measure every kind of system on the same questions; goes on where it was stopped")
-    compare.add_argument("--out", default="docs/results/comparison", help="folder and name of the files")
+    compare.add_argument("--out", default="checkpoints/comparison", help="folder and name of the files")
     compare.add_argument("--join", nargs="+", metavar="OUT", help="measure nothing: put these results into one")
     play = add(_play, "walk a memory in the terminal; type EXPAND A, REFINE words, STOP")
     play.add_argument("--question", type=int, default=0, help="its number among the validation questions")
@@ -118,9 +116,9 @@ def _parser() -> argparse.ArgumentParser:
         needed = command not in (build, compare)
         command.add_argument("--config", required=needed, help="a YAML file, such as configs/demo.yaml")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to override")
-    timed = add(_benchmark, "measure speed beside the usual way and the floor, into docs/results/speed.{json,md}")
+    timed = add(_benchmark, "measure speed beside the usual way and the floor; writes a table")
     timed.add_argument("parts", nargs="*", metavar="PART", help="sample train step env search build serve workers; job")
-    timed.add_argument("--out", default="docs/results/speed", help="folder and name of the files")
+    timed.add_argument("--out", default="checkpoints/speed", help="folder and name of the files")
     fetched = add(_download, "download a public data set; goes on where it broke off")
     fetched.add_argument(
         "name", metavar="NAME", help="locomo, longmemeval (oracle), longmemeval_s, longmemeval_m, perltqa"
@@ -147,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     asking.add_argument("question")
     asking.add_argument("--budget", type=int, help="what the walk may spend (that of the training)")
     asking.add_argument("--price", type=float, help="what an entry is to be worth, for a policy trained with prices")
+    asking.add_argument("--order-only", action="store_true", help="ask no model: take the best by the policy's ranker")
     asking.add_argument("--json", action="store_true", help="print all of it as JSON")
     return parser
 
@@ -167,6 +166,7 @@ def _build(options: argparse.Namespace) -> int:
         for id_, graph in load_graphs(config, conversations, encoder).items():
             messages = len(graph.conversation.messages)
             print(f"{part:5} {id_}: {messages} messages, {len(graph.entries)} entries, {len(graph.anchors)} anchors")
+    print(f"Each in a folder of {config.memory_dir}: its id, and a digest of data, settings and encoder.")
     return 0
 
 
@@ -222,14 +222,7 @@ def _play(options: argparse.Namespace) -> None:
 def _calibrate(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     tasks = select(load_part(config.data, "val"), evidence=True)
-    if options.judge == "llm":
-        accepts = by_endpoint(load_correctness(replace(config.judge, correctness="llm")))
-    elif options.judge == "likelihood":
-        graphs = load_graphs(config, tasks.conversations, SentenceEncoder(config.encoder))
-        accepts = by_likelihood(LocalReader.from_pretrained(config.judge.reader), graphs)
-    else:
-        accepts = by_score(options.judge)
-    for rate in calibrate(accepts, tasks, options.per_kind, config.seed):
+    for rate in calibrate(judge_of(options.judge, config, tasks), tasks, options.per_kind, config.seed):
         share = f"{rate.accepted / rate.n:.2f} ({rate.interval[0]:.2f} to {rate.interval[1]:.2f})" if rate.n else "none"
         print(f"{'right' if rate.kind in RIGHT else 'wrong'}  {rate.kind:14} accepted {share} of {rate.n}")
 
@@ -318,7 +311,8 @@ def _export(options: argparse.Namespace) -> None:
 def _retriever(options: argparse.Namespace, fallback: Literal["search"] | None) -> Retriever:
     if options.policy == "search":
         return Retriever.without_policy()
-    return Retriever.from_pretrained(options.policy, server=options.server, fallback=fallback)
+    order_only = getattr(options, "order_only", False)
+    return Retriever.from_pretrained(options.policy, server=options.server, fallback=fallback, order_only=order_only)
 
 
 def _serve(options: argparse.Namespace) -> None:

@@ -28,6 +28,7 @@ from cuewalk.judges.correctness import ByEndpoint
 from cuewalk.memory import MemoryGraph, SentenceEncoder
 from cuewalk.memory.build import build_digest
 from cuewalk.memory.endpoint import EndpointError
+from cuewalk.memory.reader import TooLong
 from cuewalk.rl.config import Config, ConfigError, config_tree
 from cuewalk.rl.data import load_graphs, load_part
 from cuewalk.rl.run import provenance
@@ -138,9 +139,10 @@ class Contest:
         reader = self.kit.reader
         text = "Memories:\n" + "".join(f"{block.text}\n" for block in found.blocks)
         ask = ASK.format(question=" ".join(question.text.split()))
-        limit = getattr(reader.model.config, "max_position_embeddings", None) or 10**9
-        too_long = len(reader.tokenizer(text + ask)["input_ids"]) + 24 > limit
-        return None if too_long else reader.answer(reader.read(text), ask)
+        try:
+            return reader.answer(reader.read(text), ask)
+        except TooLong:
+            return None
 
     def answer(self, question: Question, gold: Gold, found: Retrieved) -> Measures:
         """Measure the reader's answer; all None where there is none."""
@@ -278,9 +280,9 @@ def compare_all(table: Mapping[str, pd.DataFrame], conversation: Mapping[str, st
     found: list[dict[str, Any]] = []
     for metric in COMPARED:
         own = []
-        for rival in (rival for rival in RIVALS if rival in table):
-            for system in (system for system in table if system != rival):
-                if not all(metric in table[side] for side in (system, rival)):
+        for place, rival in enumerate(RIVALS):
+            for system in (system for system in table if system not in RIVALS[: place + 1]):  # each pair once
+                if rival not in table or not all(metric in table[side] for side in (system, rival)):
                     continue
                 both = pd.concat([table[system][metric], table[rival][metric]], axis=1, keys=["a", "b"]).dropna()
                 if both.empty:

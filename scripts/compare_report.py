@@ -30,7 +30,8 @@ COST = {
     "answer_covered": "covered", "ms": "ms, mean", "ms_p50": "P50", "ms_p95": "P95", "failed": "failed",
 }  # fmt: skip
 WALKS = {"steps": "steps", "cost": "cost", "ended_stopped": "stopped", "ended_budget": "budget",
-         "ended_malformed": "malformed", "stop_early": "too early", "stop_late": "too late"}  # fmt: skip
+         "ended_malformed": "malformed", "stop_early": "too early", "stop_late": "too late",
+         "stop_right": "right"}  # fmt: skip
 FREE_TO_SHOW = ("synthetic",)
 """Data sets whose texts may stand in a page beside the results; the page of others goes into the run directory."""
 

@@ -15,6 +15,7 @@ For example:
 """
 
 import argparse
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -33,10 +34,11 @@ from cuewalk.rl.config import Config, ConfigError, load_config
 from cuewalk.rl.data import Memories, load_graphs, load_part, rank_of
 from cuewalk.rl.grpo import Group, Rollouts, WalkTrainer, train_grpo
 from cuewalk.rl.rollout import Row, Sampler
-from cuewalk.rl.run import open_run
+from cuewalk.rl.run import last_step, open_run
 from cuewalk.rl.train import load_adapter
 from cuewalk.rl.transcript import Chat
 from cuewalk.rl.warm_start import teach_rows, warm_start
+from cuewalk.scripts.calibrate import check_judge
 from cuewalk.scripts.cli import MENDABLE
 from cuewalk.scripts.results import read_metrics
 
@@ -159,21 +161,23 @@ def prepare(source: Path, config: Config) -> Path:
 def steps_for(source: Path) -> int:
     """Return how many steps of the warm start fit in the time that the same run's GRPO took."""
     path = source / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    seconds = read_metrics(path)[1] if lines else {}
+    steps, seconds = read_metrics(path) if path.exists() else ({}, {})
     if missing := {"warm_start", "grpo"} - set(seconds):
         raise ConfigError(
             f"{path} tells no time of {' or '.join(sorted(missing))}; finish that run with `cuewalk train`"
         )
-    taught = sum('"stage": "warm_start"' in line and '"certain"' in line for line in lines)
-    return round(seconds["grpo"] / seconds["warm_start"] * taught)
+    told = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rates = [row["train_steps_per_second"] for row in told if row["stage"] == "warm_start" and "train_runtime" in row]
+    return round(sum(step["step_time"] for step in steps.values()) * rates[-1])  # right for runs that went on, too
 
 
 def train_control(kind: str, source: Path, config: Config) -> Path:
     """Train a control from the warm start of `source` in the run directory of `config`, and return that."""
     run, chat = prepare(source, config), Chat(load_tokenizer(config.model))
-    if (run / "trained" / "adapter_config.json").exists():
+    wants_more = 0 < last_step(run / "grpo") < int(config.grpo.get("max_steps", 20))
+    if (run / "trained" / "adapter_config.json").exists() and not wants_more:
         return run
+    check_judge(config)
     tasks: Tasks = select(load_part(config.data, "train"), evidence=True, clean=True)
     graphs = load_graphs(config, tasks.conversations, SentenceEncoder(config.encoder))
     memories = Memories(graphs, config.env, rank_of(config, run))

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from cuewalk.env import Expand, Question, Stop, Tasks, Trajectory, format_action
 from cuewalk.env.render import CANDIDATE, RENDERER
 from cuewalk.env.tasks import DataError, select, splits
-from cuewalk.judges import TrajectoryJudge, covered, evidence_recall
+from cuewalk.judges import JudgeError, TrajectoryJudge, covered, evidence_recall
 from cuewalk.memory import SentenceEncoder
 from cuewalk.memory.models import load_language_model, load_tokenizer
 from cuewalk.rl.config import Config, ConfigError, config_tree
@@ -36,7 +36,7 @@ from cuewalk.scripts import baselines
 from cuewalk.scripts.baselines import THRESHOLDS, expand_likely, searching_oracle
 from cuewalk.scripts.curve import OFFSETS, Record, Served, choose_offset, cut, record, stopping
 from cuewalk.scripts.grammar import lawful
-from cuewalk.scripts.measures import EQUAL_ENTRIES, measure_entries, measure_walk
+from cuewalk.scripts.measures import EQUAL_ENTRIES, measure_entries, measure_walk, reward_of
 from cuewalk.scripts.paired import compare
 from cuewalk.scripts.results import read_metrics
 
@@ -192,7 +192,8 @@ class Bench:
         for training in ("compare", "budgets", "prices"):
             tree.pop(training)
         graphs = sorted(graph.digest for graph in self.memories.graphs.values())
-        whole = hashlib.sha256(repr((tree, graphs, RENDERER, GRAMMAR)).encode())
+        asked = sorted((question.id, question.text) for question in self.tasks.questions)
+        whole = hashlib.sha256(repr((tree, graphs, asked, RENDERER, GRAMMAR)).encode("utf-8", "surrogatepass"))
         run = Path(self.config.run_dir)
         for path in (run / policy.split()[0] / "adapter_model.safetensors", run / "ranker.json"):
             whole.update(path.read_bytes() if path.exists() else b"")
@@ -200,14 +201,19 @@ class Bench:
 
     def best(self, served: Sequence[Served]) -> tuple[float, float]:
         """Return the offset on STOP with the best mean reward, and that reward."""
-        rewards = []
-        for walk in served:
-            question = walk.walks[0].question
-            graph, gold = self.memories.graphs[question.conversation_id], self.tasks.gold[question.id]
-            rewards.append([self.judge.score(end, graph, gold).reward for end in walk.walks])
+        judged = [(walk, [self.reward(end) for end in walk.walks]) for walk in served]
+        told = [(walk, [paid for paid in own if paid is not None]) for walk, own in judged if None not in own]
+        if not told:
+            raise JudgeError("the judge failed on every validation question; no offset on STOP can be chosen")
+        served, rewards = [walk for walk, _ in told], [own for _, own in told]
         offset = choose_offset(served, rewards)
         paid = [own[walk.place(offset)] for walk, own in zip(served, rewards, strict=True)]
         return offset, sum(paid) / len(paid)
+
+    def reward(self, walked: Trajectory) -> float | None:
+        """Return what a walk earned; None, and counted as `judge_failed`, where the judge can't tell."""
+        graph, gold = self.memories.graphs[walked.question.conversation_id], self.tasks.gold[walked.question.id]
+        return reward_of(self.judge, walked, graph, gold)
 
     def points(self, served: Mapping[str, Served]) -> list[dict[str, float]]:
         """Return a policy's curve: means over the questions by offset on STOP."""
@@ -259,7 +265,8 @@ class Bench:
                     delta = self.config.judge.similarity
                     measures = measure_entries(graph, question, gold, entries, self.chat.count, delta)
                     if isinstance(found, Trajectory):
-                        measures |= measure_walk(graph, found, gold, self.judge.score(found, graph, gold).reward)
+                        paid = self.reward(found)
+                        measures |= measure_walk(graph, found, gold, paid) | {"judge_failed": float(paid is None)}
                     measures |= {"inference_tokens": float(tokens), "seconds": seconds if timed else None}
                     rows += [(policy, question.id, name, value) for name, value in measures.items()]
                 bar.update(len(asked))
@@ -299,6 +306,7 @@ def evaluate(config: Config) -> dict[str, Any]:
         "random": baselines.random_walk,
         "expand_top=1": baselines.expand_top(1),
         "expand_top=3": baselines.expand_top(3),
+        "expand_top=4": baselines.expand_top(4),
         "expand_all": baselines.expand_top(config.env.budget),
         "oracle_one_hop": oracle_action,
         "oracle": searching_oracle,
@@ -325,7 +333,9 @@ def evaluate(config: Config) -> dict[str, Any]:
             measured += rows
             more = {key: [*known, *(row for row in found[key] if row not in known)] for key, known in more.items()}
     whole = pd.DataFrame(measured, columns=COLUMNS)
-    whole.to_csv(run / f"measures_{config.evaluation.part}.csv", index=False)  # by question, to be joined with others'
+    conversation = whole["question"].map({question.id: question.conversation_id for question in part.questions})
+    # By question, to be joined with other runs'.
+    whole.assign(conversation=conversation).to_csv(run / f"measures_{config.evaluation.part}.csv", index=False)
     return summarise(bench, whole, [question.id for question in asked]) | more
 
 
@@ -392,7 +402,8 @@ def choose_threshold(ranker: Ranker, val: Tasks, memories: Memories, judge: Traj
     def reward(threshold: float) -> float:
         walked = ((baselines.run_scripted(expand_likely(ranker, threshold), memories.env(q), val.gold[q.id]), q)
                   for q in val.questions)  # fmt: skip
-        return sum(judge.score(t, memories.graphs[q.conversation_id], val.gold[q.id]).reward for t, q in walked)
+        paid = (reward_of(judge, t, memories.graphs[q.conversation_id], val.gold[q.id]) for t, q in walked)
+        return sum(reward for reward in paid if reward is not None)
 
     return max(THRESHOLDS, key=reward)
 
@@ -430,7 +441,8 @@ def summarise(bench: Bench, measured: pd.DataFrame, asked: Sequence[str]) -> dic
     conversation = {question.id: question.conversation_id for question in tasks.questions}
     by_question = measured.pivot(index="question", columns=["measure", "policy"], values="value")
     comparisons = []
-    rivals = ("stop", "top_k=8", "untrained_grammar", "expand_top=3", "ranker", "warm_start", "warm_start+offset")
+    rivals = ("stop", "top_k=8", "untrained_grammar", "expand_top=3", "expand_top=4", "ranker", "warm_start",
+              "warm_start+offset")  # fmt: skip
     pairs = [(a, b) for a in ("trained", "trained+offset") for b in rivals if a != b]
     for a, b in [*pairs, ("ranker", "top_k=8"), ("oracle", "stop")]:
         for metric in COMPARED:

@@ -64,6 +64,12 @@ def near_duplicates(env: RetrievalEnv) -> str:
     return f"EXPAND {max(state.frontier, key=lambda f: (have @ graph.vectors[graph.order[f[1].entry]]).max())[0]}"
 
 
+def overspend(env: RetrievalEnv) -> str:
+    """Take three lines unread, then ask for more than the budget has: an end that costs nothing but its penalty."""
+    labels = [label for label, _ in env.state.frontier]
+    return f"EXPAND {' '.join(labels[: 3 if not env.steps else 4])}" if labels else "STOP"
+
+
 # Each gets the environment and replies with text, as a policy does.
 CHEATS: dict[str, Policy] = {
     "stop at once": lambda env: "STOP",
@@ -71,11 +77,11 @@ CHEATS: dict[str, Policy] = {
     "expand all": first_letters(6),
     "first letters unread": first_letters(3),
     "repeat the query": lambda env: f"REFINE {env.question.text}",
-    # Every flood ends by budget: that is the budget ending as a free stop too.
     "flood of refines": lambda env: f"REFINE {env.question.text} {len(env.steps)}",
     "copy the question": lambda env: f"REFINE about: {env.question.text}" if not env.steps else "STOP",
     "always malformed": lambda env: "I would expand A",
     "near-duplicates": near_duplicates,
+    "budget as a stop": overspend,
 }
 
 
@@ -168,7 +174,8 @@ def cheats() -> dict[str, Any]:
                     chosen = [r for id_, r in reward.items() if part in ("all", strata[id_])]
                     rows.append({"data": name, "preset": preset, "policy": policy, "stratum": part, "n": len(chosen),
                                  "reward": float(np.mean(chosen))})  # fmt: skip
-        checks.append({"data": name, **_fat_entries(tasks, graphs)})
+        if train[0] is not tasks:
+            checks.append({"data": name, **_fat_entries(tasks, graphs)})
     return {"rows": rows, "fat_entries": checks}
 
 
@@ -263,10 +270,10 @@ def markdown(result: dict[str, Any]) -> str:
                 lines = [{"policy": policy, **{preset: by[policy, preset] for preset in PRESETS}}
                          for policy in dict.fromkeys(r["policy"] for r in chosen)]  # fmt: skip
                 parts += [f"## Mean reward, {data}, {part} (n = {chosen[0]['n']})", table(lines, ("policy", *PRESETS))]
-        parts += ["`heuristic` is the ranker of `rl/ranker.py`, trained on other conversations; `oracle` knows the "
-                  "gold. The JSON also holds the solved and unreachable questions.",
+        parts += ["`heuristic`, the honest walker, is the ranker of `rl/ranker.py`, trained on other conversations; "
+                  "`oracle` knows the gold. The JSON also holds the solved and unreachable questions.",
                   "## Fat entries", "Recall of plain search over the memory as built, and with every four entries "
-                  "merged into one: more at equal entries, less at equal tokens.",
+                  "merged into one: a cheat at equal entries, where it pays at all; at equal tokens it loses.",
                   table(result["cheats"]["fat_entries"], ("data", "plain_at_8", "fat_at_8", "plain_at_300t",
                                                            "fat_at_300t"))]  # fmt: skip
     if "calibration" in result:

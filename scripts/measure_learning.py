@@ -26,15 +26,16 @@ from cuewalk.rl.run import provenance
 from cuewalk.scripts.paired import compare
 from cuewalk.scripts.results import evaluation_name, interval, markdown_table, table
 
-ON_ALL = (("expand_top=3", "top_k=8"), ("ranker", "top_k=8"), ("oracle", "expand_top=3"))
+ON_ALL = (("trained", "top_k=8"), ("trained", "expand_top=4"), ("expand_top=4", "top_k=8"), ("ranker", "top_k=8"),
+          ("oracle", "stop"), ("oracle", "expand_top=4"))  # fmt: skip
 METRICS = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward")
 SHOWN = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward", "entries", "context_tokens", "inference_tokens",
          "ended_malformed", "recall_at_8_c1", "recall_at_8_c2", "recall_at_8_c3", "recall_at_8_c4")  # fmt: skip
 PAIRS = (
-    ("trained+offset", "top_k=8"), ("trained+offset", "expand_top=3"), ("trained+offset", "ranker"),
-    ("trained+offset", "warm_start+offset"), ("trained", "warm_start"), ("warm_start+offset", "expand_top=3"),
-    ("pointwise", "expand_top=3"), ("pointwise+score", "expand_top=3"), ("expand_top=3", "top_k=8"),
-    ("ranker", "top_k=8"), ("oracle", "trained+offset"),
+    ("trained", "top_k=8"), ("trained", "expand_top=4"), ("trained", "ranker"), ("trained", "warm_start"),
+    ("trained+offset", "warm_start+offset"), ("trained+offset", "expand_top=4"), ("warm_start+offset", "expand_top=4"),
+    ("pointwise", "expand_top=3"), ("pointwise+score", "expand_top=3"), ("expand_top=4", "top_k=8"),
+    ("ranker", "top_k=8"), ("oracle", "trained"),
 )  # fmt: skip
 
 
@@ -87,7 +88,7 @@ def join(runs: Sequence[Run], pairs: Sequence[tuple[str, str]]) -> dict[str, Any
     """Return rows, paired comparisons and curves over all runs; a question is averaged over the runs it is in."""
     whole = pd.concat([measured for _, measured in runs])
     mean = whole.groupby(["policy", "measure", "question"])["value"].mean()
-    conversation = {question: question.rpartition(":")[0] for question in whole["question"].unique()}
+    conversation = dict(zip(whole["question"], whole["conversation"], strict=True))
     policies = [name for name in whole["policy"].unique() if all(name in set(own["policy"]) for _, own in runs)]
     rows = []
     for policy in policies:

@@ -8,7 +8,7 @@ from sklearn.metrics import ndcg_score
 
 from cuewalk.env import Gold, Question, Trajectory
 from cuewalk.env.records import words
-from cuewalk.judges import covered, evidence_recall, redundancy
+from cuewalk.judges import JudgeError, TrajectoryJudge, covered, evidence_recall, redundancy
 from cuewalk.memory import MemoryGraph
 
 EQUAL_ENTRIES = 8
@@ -57,12 +57,13 @@ def measure_entries(
     }
 
 
-def measure_walk(graph: MemoryGraph, trajectory: Trajectory, gold: Gold, reward: float) -> Measures:
+def measure_walk(graph: MemoryGraph, trajectory: Trajectory, gold: Gold, reward: float | None) -> Measures:
     """Measure how a trajectory went.
 
     `stop_when_complete` and `go_when_incomplete` are the shares of right decisions where W held all the evidence, and
     where it did not; the mean of the two over questions is the balanced accuracy of stopping. `stop_early`: it stopped
-    while evidence was missing; `stop_late`: it went on although none was; `complete_at_start`: W_0 held it all.
+    while evidence was missing, in reach or not; `stop_late`: it went on although none was; `stop_right`: neither;
+    `complete_at_start`: W_0 held it all.
     """
     working, right = list(trajectory.first), {True: list[bool](), False: list[bool]()}
     solved = evidence_recall(graph, working, gold) == 1.0
@@ -70,6 +71,7 @@ def measure_walk(graph: MemoryGraph, trajectory: Trajectory, gold: Gold, reward:
         complete = evidence_recall(graph, working, gold) == 1.0
         right[complete].append((step.kind == "stop") == complete)
         working += step.change.added
+    early, late = trajectory.ending == "stopped" and evidence_recall(graph, working, gold) < 1.0, not all(right[True])
     return {
         "reward": reward,
         "steps": float(len(trajectory.steps)),
@@ -78,11 +80,20 @@ def measure_walk(graph: MemoryGraph, trajectory: Trajectory, gold: Gold, reward:
         "bad_actions": float(len(trajectory.bad)),
         "stop_when_complete": float(np.mean(right[True])) if right[True] else None,
         "go_when_incomplete": float(np.mean(right[False])) if right[False] else None,
-        "stop_early": float(trajectory.ending == "stopped" and evidence_recall(graph, working, gold) < 1.0),
-        "stop_late": float(not all(right[True])),
+        "stop_early": float(early),
+        "stop_late": float(late),
+        "stop_right": float(trajectory.ending == "stopped" and not early and not late),
         "complete_at_start": float(solved),
         **{f"ended_{ending}": float(trajectory.ending == ending) for ending in ("stopped", "budget", "malformed")},
     }
+
+
+def reward_of(judge: TrajectoryJudge, walked: Trajectory, graph: MemoryGraph, gold: Gold) -> float | None:
+    """Return what a walk earned; None where the judge can't tell: never a score of 0."""
+    try:
+        return judge.score(walked, graph, gold).reward
+    except JudgeError:
+        return None
 
 
 def answer_words(graph: MemoryGraph, entries: Sequence[str], gold: Gold) -> float | None:

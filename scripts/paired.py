@@ -15,7 +15,8 @@ def compare(
 
     Returns `difference` (the mean of the conversations' mean paired differences), `low` and `high` (95%, t over the
     conversations; None with fewer than two), `detectable` (the smallest true difference found with 80% power),
-    `question_low` and `question_high` (95% bootstrap of the question mean, stratified by conversation, from `seed`),
+    `question_low` and `question_high` (95% bootstrap of the question mean, stratified by conversation, from `seed`;
+    None where each conversation has one question),
     `by_conversation`, `n`. A ValueError if the two don't hold the same questions.
     """
     if a.keys() != b.keys() or not a:
@@ -31,4 +32,6 @@ def compare(
     draw = np.random.default_rng(seed)  # questions are drawn anew within each conversation, 2000 times
     sums = np.sum([draw.choice(stratum, size=(2000, len(stratum))).sum(axis=1) for _, stratum in strata], axis=0)
     low, high = (float(bound) for bound in np.percentile(sums / len(a), [2.5, 97.5]))
+    if len(means) == len(a):  # one question a conversation: within it there is nothing to draw
+        low, high = None, None
     return {**result, "question_low": low, "question_high": high, "by_conversation": means.to_dict(), "n": len(a)}

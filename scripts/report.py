@@ -27,6 +27,7 @@ COLUMNS = {
     "ended_malformed": "malformed",
     "stop_early": "too early",
     "stop_late": "too late",
+    "stop_right": "right",
 }
 
 
@@ -67,7 +68,7 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     if data["split"].endswith("val"):
         parts.append("Offsets, the ranker's threshold and the stopping thresholds were chosen on these very questions.")
-    if training:
+    if training.get("grpo_steps"):
         parts.append(
             f"GRPO: {training['grpo_steps']} steps, {training['groups']} groups, {training['groups_live']} of them "
             f"live ({training['groups_replaced']} without any signal were replaced); {training['groups_per_hour']:.0f} "

@@ -31,17 +31,14 @@ def job() -> list[dict[str, Any]]:
             command = [sys.executable, "-m", "cuewalk.scripts.cli", "train", "--config", str(CONFIG), *settings]
             where = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads() // count or 1)}
             subprocess.run([*command, "--processes", str(count)], env=where, check=True)
-            rows.append({"benchmark": f"{CONFIG.name}, processes: {count}", "unit": "groups/hour", **rate(run, count)})
+            rows.append({"benchmark": f"{CONFIG.name}, processes: {count}", "unit": "groups/hour", **rate(run)})
             rows[-1]["merged"] = 1 - rows[-1].pop("distinct") / config.grpo.get("num_generations", 8)
     return rows
 
 
-def rate(run: Path, processes: int) -> dict[str, float]:
-    """Return a run's groups an hour, those that were replaced counted, and its different trajectories a group.
-
-    What is logged are means over the processes.
-    """
+def rate(run: Path) -> dict[str, float]:
+    """Return a run's groups an hour, those that were replaced counted, and its different trajectories a group."""
     steps, _ = read_metrics(run / "metrics.jsonl")
-    asked = processes * sum(line["groups/all"] + line["groups/replaced"] for line in steps.values())
+    asked = sum(line["groups/all"] + line["groups/replaced"] for line in steps.values())
     hours = sum(line["step_time"] for line in steps.values()) / 3600
     return {"ours": asked / hours, "distinct": fmean(line["groups/distinct_trajectories"] for line in steps.values())}

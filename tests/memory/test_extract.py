@@ -238,7 +238,9 @@ def test_a_retry_too_long_for_the_model_falls_back_and_does_not_end_the_build(en
     with serving(overflows) as (url, asked):
         graph, extractor = build(url, encoder, tmp_path)
     assert extractor.fallbacks["extract"] == 2 and len(graph.entries) >= 2
-    assert max(len(m["content"]) for body in asked for m in body["messages"] if m["role"] == "assistant") == 1000
+    assert max(len(m["content"]) for body in asked for m in body["messages"] if m["role"] == "assistant") == len(
+        data_line(reply="x" * 1000)
+    )
 
 
 def test_a_fact_said_twice_in_one_reply_is_one_entry(encoder, tmp_path):

@@ -49,6 +49,21 @@ def test_the_digest_ignores_adapters(tiny_model):
     assert weights_digest(adapted) == digest
 
 
+def test_many_queries_are_encoded_at_once_and_remembered(monkeypatch):
+    encoder, calls = SentenceEncoder("minilm"), []
+
+    def batch(texts, progress):
+        calls.append(len(texts))
+        return np.ones((len(texts), 2), dtype=np.float32)
+
+    monkeypatch.setattr(encoder, "_batch", batch)
+    queries = [f"query {n}" for n in range(65)]  # more than one forward pass holds
+    encoder.encode(queries)
+    for query in queries:
+        encoder.encode([query])
+    assert calls == [65]
+
+
 def test_the_real_encoder_gives_unit_vectors_that_know_meaning_and_survive_pickling():
     encoder = SentenceEncoder("minilm")
     vectors = encoder.encode(["a dog ran home", "the puppy came back", "interest rates rose"])

@@ -13,7 +13,7 @@ import huggingface_hub
 import pytest
 import torch
 
-from cuewalk.env import EnvConfig
+from cuewalk.env import EnvConfig, RetrievalEnv
 from cuewalk.env.render import RENDERER
 from cuewalk.memory.models import load_language_model
 from cuewalk.rl import Config, ExportError, Retriever, export_policy
@@ -104,6 +104,17 @@ def test_a_retriever_walks_a_graph(run, tmp_path, graph):
     assert (dear.price, dear.budget) == (0.05, retriever.config.env.budget)
     asked = [(graph, "When did the dog come back?"), (graph, "trip"), (graph, "Who has a garden?")]
     assert retriever.retrieve_batch(asked, budget=1) == [retriever.retrieve(*one, budget=1) for one in asked]
+
+
+def test_the_order_alone_can_be_served_without_a_model(run, tmp_path, graph, monkeypatch):
+    path, _ = run
+    out = export_policy(path, tmp_path / "policy", merged=False)
+    monkeypatch.setattr("cuewalk.rl.export.load_language_model", None)  # not called
+    found = Retriever.from_pretrained(out, order_only=True).retrieve(graph, "When did the dog come back?", budget=2)
+    env = RetrievalEnv(graph, found.trajectory.question, replace(EnvConfig(k=1), budget=2))
+    env.reset()
+    best = sorted((link for _, link in env.state.frontier), key=lambda link: -link.score)[:2]
+    assert found.trajectory.added == tuple(link.entry for link in best) and found.ending == "budget"
 
 
 def test_an_export_carries_the_ranker_that_orders_its_candidates(run, tmp_path, graph):

@@ -40,7 +40,7 @@ def test_each_job_is_accepted_as_training_accepts_it(path, tmp_path):
     job = load_config(path)
     assert parse_config(config_tree(job)) == job
     assert f"--config configs/{path.name}" in path.read_text()
-    arguments = prepare_arguments(job, tmp_path, 100)
+    arguments = prepare_arguments(job, tmp_path)
     assert arguments.num_generations >= 2 and arguments.per_device_train_batch_size % arguments.num_generations == 0
     check_options(job.sft, SFTConfig, "sft")
     check_options(job.lora, LoraConfig, "lora")

@@ -1,8 +1,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from cuewalk.env import LABELS, EnvConfig, RetrievalEnv
+from cuewalk.memory.models import load_tokenizer
 from cuewalk.rl.rollout import walk
 from cuewalk.rl.transcript import Chat, TranscriptError
 from cuewalk.scripts.grammar import allowed_ids, plain_ids
@@ -40,6 +42,18 @@ def test_reading_drops_only_the_end_of_turn(chat):
 )
 def test_no_text_becomes_a_special_token(text, chat):
     assert not set(chat.untrusted(text)) & set(chat.tokenizer.all_special_ids)
+
+
+def test_no_text_becomes_an_added_token_that_is_not_marked_as_special(tiny_model):
+    tokenizer = load_tokenizer(str(tiny_model))
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False), AddedToken("<tool", special=False)])
+    chat, text = Chat(tokenizer), "dog <tool_call> 7e A\nAnn: <tool_call>x 7e B"
+    added = {tokenizer.convert_tokens_to_ids(token) for token in ("<tool_call>", "<tool")}
+    assert added & set(tokenizer(text, split_special_tokens=True)["input_ids"])  # what is to be prevented
+    assert not added & set(chat.untrusted(text)) and not added & set(chat.first(text))
+    prompt, marks = chat.first(text), chat.marks(text)
+    assert [chat.read([prompt[place]]).strip() for place in marks.values()] == ["A", "B"]
+    assert chat.count("lone \ud800") == chat.count("lone ?")
 
 
 def test_a_tokenizer_that_splits_labels_is_refused(chat):

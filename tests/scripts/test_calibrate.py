@@ -42,6 +42,7 @@ def test_a_judges_rates_are_counted_by_kind(tasks):
     assert rates["exact"].interval == pytest.approx((0.5101, 1.0), abs=1e-3)  # Wilson, 4 of 4
     assert wrongly_accepted(list(rates.values())) == 0.0
     everything = calibrate(lambda *_: True, tasks)
+    assert wrongly_accepted([rate for rate in everything if rate.kind in RIGHT]) is None  # nothing to try it on
     assert wrongly_accepted(everything) == 1.0 and all(rate.accepted == rate.n for rate in everything)
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from scipy import stats
 
-from cuewalk.env import EnvConfig, Gold, Question, RetrievalEnv, Tasks
-from cuewalk.judges import TrajectoryJudge
+from cuewalk.env import EnvConfig, Expand, Gold, Question, RetrievalEnv, Tasks
+from cuewalk.env.state import apply, first_state
+from cuewalk.judges import JudgeError, TrajectoryJudge, covered
 from cuewalk.memory import Link
 from cuewalk.memory.models import load_language_model
 from cuewalk.rl import Config
@@ -75,7 +76,7 @@ def test_a_walk_is_measured_by_its_ending_and_cost(graph, question, gold):
     assert measure_walk(graph, trajectory, gold, 0.25) == {
         "reward": 0.25, "steps": 1.0, "cost": 3.0, "budget": 3.0, "bad_actions": 0.0,
         "stop_when_complete": None, "go_when_incomplete": 1.0,
-        "stop_early": 0.0, "stop_late": 0.0, "complete_at_start": 0.0,
+        "stop_early": 0.0, "stop_late": 0.0, "stop_right": 0.0, "complete_at_start": 0.0,
         "ended_stopped": 0.0, "ended_budget": 1.0, "ended_malformed": 0.0,
     }  # fmt: skip
 
@@ -85,13 +86,54 @@ def test_stopping_is_right_when_all_is_there_and_only_then(graph, question):
         gold = Gold("x", evidence, 4)
         trajectory = baselines.run_scripted(policy, RetrievalEnv(graph, question, RULES), gold)
         found = measure_walk(graph, trajectory, gold, 0.0)
-        keys = ("stop_when_complete", "go_when_incomplete", "stop_early", "stop_late", "complete_at_start")
+        keys = (
+            "stop_when_complete",
+            "go_when_incomplete",
+            "stop_early",
+            "stop_late",
+            "stop_right",
+            "complete_at_start",
+        )
         return tuple(found[key] for key in keys)
 
-    assert measured(baselines.expand_top(0), "m1") == (1.0, None, 0.0, 0.0, 1.0)
-    assert measured(baselines.expand_top(0), "m2") == (None, 0.0, 1.0, 0.0, 0.0)
-    assert measured(baselines.expand_top(1), "m1") == (0.5, None, 0.0, 1.0, 1.0)  # too late, then right
-    assert measured(oracle_action, "m1", "m2") == (1.0, 1.0, 0.0, 0.0, 0.0)
+    assert measured(baselines.expand_top(0), "m1") == (1.0, None, 0.0, 0.0, 1.0, 1.0)
+    assert measured(baselines.expand_top(0), "m2") == (None, 0.0, 1.0, 0.0, 0.0, 0.0)
+    assert measured(baselines.expand_top(1), "m1") == (0.5, None, 0.0, 1.0, 0.0, 1.0)  # too late, then right
+    assert measured(oracle_action, "m1", "m2") == (1.0, 1.0, 0.0, 0.0, 1.0, 0.0)
+
+
+def most_found(state, graph, rules, gold):
+    """Try every walk of single expansions; return the most evidence that any of them gathers."""
+    best = len(covered(graph, state.working) & gold)
+    for label, _ in state.frontier if state.ending is None else ():
+        best = max(best, most_found(apply(state, Expand((label,)), graph, rules)[0], graph, rules, gold))
+    return best
+
+
+def test_the_searching_oracle_finds_what_the_best_of_all_walks_finds_nearly_always(graph):
+    missed = {1: [], 2: [], 3: []}
+    for text, budget, cap, size in itertools.product(("dog", "trip", "piano in the garden"), (1, 2, 3), (1, 2), (1, 2)):
+        rules = EnvConfig(k=1, budget=budget, frontier_cap=cap, new_lines=1)
+        for evidence in itertools.combinations(graph.messages, size):
+            env = RetrievalEnv(graph, Question("q", graph.conversation.id, text), rules)
+            found = baselines.run_scripted(baselines.searching_oracle, env, Gold("", evidence, 4)).working
+            best = most_found(first_state(graph, text, rules), graph, rules, set(evidence))
+            missed[budget].append(best - len(covered(graph, found) & set(evidence)))
+    assert set(missed[1]) == {0}
+    later = np.array(missed[2] + missed[3])
+    assert later.min() == 0 and 0 < np.mean(later > 0) < 0.12  # two hops, greedily
+
+
+def test_a_judge_that_fails_leaves_the_walk_measured_and_is_counted(bench, question, gold):
+    def failing(*_):
+        raise JudgeError("no verdict")
+
+    broken = replace(bench, judge=TrajectoryJudge(correctness=failing))
+    rows = broken.measure("walk", [question], partial(broken.walk, baselines.expand_top(1)))
+    found = {name: value for _, _, name, value in rows}
+    assert (found["reward"], found["judge_failed"]) == (None, 1.0) and found["evidence_recall"] is not None
+    with pytest.raises(JudgeError, match="failed on every validation question"):
+        broken.best([Served((baselines.run_scripted(oracle_action, bench.memories.env(question), gold),), (1,), ())])
 
 
 def test_scripted_policies_do_what_their_names_say(graph, question, gold):

@@ -16,12 +16,12 @@ def a_run(path, values, seed=0):
     """Write what an evaluation leaves: `values` are policy -> question -> recall@8."""
     path.mkdir()
     rows = [
-        (policy, question, name, value)
+        (policy, question, name, value, question.partition(":")[0])
         for policy, own in values.items()
         for question, recall in own.items()
         for name, value in {"recall_at_8": recall, **MEASURES}.items()
     ]
-    pd.DataFrame(rows, columns=["policy", "question", "measure", "value"]).to_csv(
+    pd.DataFrame(rows, columns=["policy", "question", "measure", "value", "conversation"]).to_csv(
         path / "measures_test.csv", index=False
     )
     asked = [question for question in next(iter(values.values())) if not question.endswith("unasked")]
@@ -98,10 +98,10 @@ def test_other_trainings_stand_beside_the_run_whose_warm_start_they_share(runs, 
 
 def test_all_questions_are_for_policies_without_a_model(tmp_path):
     questions = {"a:1": 1.0, "a:2": 0.0, "a:unasked": 1.0}
-    run = a_run(tmp_path / "one", {"trained": {"a:1": 1.0, "a:2": 1.0}, "expand_top=3": questions,
+    run = a_run(tmp_path / "one", {"trained": {"a:1": 1.0, "a:2": 1.0}, "expand_top=4": questions,
                                    "top_k=8": dict.fromkeys(questions, 0.0)})  # fmt: skip
     found = everyone([read_run(run, "test")])
-    assert [(row["policy"], row["n"]) for row in found["rows"]] == [("expand_top=3", 3), ("top_k=8", 3)]
+    assert [(row["policy"], row["n"]) for row in found["rows"]] == [("expand_top=4", 3), ("top_k=8", 3)]
     assert found["comparisons"][0]["difference"] == pytest.approx(2 / 3)
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from cuewalk.memory.graph import MemoryGraph
-from cuewalk.memory.records import Segment, say
+from cuewalk.memory import MemoryGraph
+from cuewalk.memory.hierarchy import segment_summary
+from cuewalk.memory.records import say
 
 Form = Literal["segment+entries", "segment", "summary+entries", "entries"]
 FORMS: tuple[Form, ...] = get_args(Form)
@@ -38,8 +39,3 @@ def render_context(graph: MemoryGraph, entries: Sequence[str], form: Form = "ent
                 rest = [line for line in entry.value.splitlines() if line not in told]
                 lines += [f"- {line}" for line in rest or [entry.abstraction]]
     return "\n".join(lines)
-
-
-def segment_summary(graph: MemoryGraph, segment: Segment) -> str:
-    """Return a segment's extracted episodic memory; offline, where there is none, its entries' abstractions."""
-    return segment.summary or "; ".join(graph.entries[entry].abstraction for entry in graph.by_segment[segment.id])
