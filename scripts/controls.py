@@ -168,7 +168,8 @@ def steps_for(source: Path) -> int:
         )
     told = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     rates = [row["train_steps_per_second"] for row in told if row["stage"] == "warm_start" and "train_runtime" in row]
-    return round(sum(step["step_time"] for step in steps.values()) * rates[-1])  # right for runs that went on, too
+    seconds_taken = sum(float(step["step_time"]) for step in steps.values())
+    return round(seconds_taken * float(rates[-1]))  # right for runs that went on, too
 
 
 def train_control(kind: str, source: Path, config: Config) -> Path:

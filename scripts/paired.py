@@ -24,7 +24,8 @@ def compare(
     strata = (pd.Series(a) - pd.Series(b)).sort_index().groupby(dict(conversation), sort=False)
     means = strata.mean()
     difference = float(means.mean())
-    result: dict[str, Any] = {"difference": difference, "low": None, "high": None, "detectable": None}
+    result: dict[str, Any] = {"difference": difference, "low": None, "high": None, "detectable": None,
+                              "question_low": None, "question_high": None}  # fmt: skip
     if len(means) > 1:
         error = float(stats.sem(means))
         t, power = (float(stats.t.ppf(share, len(means) - 1)) for share in (0.975, 0.8))
@@ -32,6 +33,6 @@ def compare(
     draw = np.random.default_rng(seed)  # questions are drawn anew within each conversation, 2000 times
     sums = np.sum([draw.choice(stratum, size=(2000, len(stratum))).sum(axis=1) for _, stratum in strata], axis=0)
     low, high = (float(bound) for bound in np.percentile(sums / len(a), [2.5, 97.5]))
-    if len(means) == len(a):  # one question a conversation: within it there is nothing to draw
-        low, high = None, None
-    return {**result, "question_low": low, "question_high": high, "by_conversation": means.to_dict(), "n": len(a)}
+    if len(means) < len(a):  # else one question a conversation: within it there is nothing to draw
+        result |= {"question_low": low, "question_high": high}
+    return {**result, "by_conversation": means.to_dict(), "n": len(a)}

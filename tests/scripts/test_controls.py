@@ -114,11 +114,12 @@ def test_more_teaching_takes_the_time_that_grpo_took(tmp_path):
     with pytest.raises(ConfigError, match="tells no time of grpo or warm_start; finish that run"):
         steps_for(tmp_path)
     lines = [{"stage": "warm_start", "step": step, "certain": 0.5} for step in range(1, 11)]
-    lines.append({"stage": "warm_start", "step": 10, "train_runtime": 50.0})
+    lines.append({"stage": "warm_start", "step": 10, "train_runtime": 25.0, "train_steps_per_second": 0.2})  # resumed
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     with pytest.raises(ConfigError, match="tells no time of grpo"):
         steps_for(tmp_path)
-    lines.append({"stage": "grpo", "step": 2, "train_runtime": 30.0})
+    lines += [{"stage": "grpo", "step": step, "groups/live": 4.0, "step_time": 15.0} for step in (1, 2)]
+    lines.append({"stage": "grpo", "step": 2, "train_runtime": 15.0})  # of its second half alone
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert steps_for(tmp_path) == 6
 
@@ -130,5 +131,5 @@ def test_the_rate_of_a_job_counts_every_process_and_what_was_replaced(tmp_path):
         for step in (1, 2)
     ]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    # 4 + 1 and 4 + 2 in a minute, by each of two processes.
-    assert rate(tmp_path, 2) == {"ours": pytest.approx(22 * 60), "distinct": 5.5}
+    # 4 + 1 and 4 + 2 in a minute; what is logged counts every process.
+    assert rate(tmp_path) == {"ours": pytest.approx(11 * 60), "distinct": 5.5}

@@ -260,6 +260,12 @@ def test_one_conversation_has_no_t_interval_and_unequal_questions_are_refused():
         compare({"q": 1.0}, {"r": 1.0}, {"q": "x", "r": "x"})
 
 
+def test_one_question_a_conversation_has_a_t_interval_and_no_bootstrap():
+    own = {"a": 1.0, "b": 0.0, "c": 1.0}
+    found = compare(own, dict.fromkeys(own, 0.0), {name: name for name in own})
+    assert (found["question_low"], found["question_high"], found["n"]) == (None, None, 3) and found["low"] is not None
+
+
 def test_the_bootstrap_is_stratified_and_seeded():
     a = {f"q{i}": float(i % 2) for i in range(40)}
     b = dict.fromkeys(a, 0.0)
