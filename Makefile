@@ -81,5 +81,5 @@ check: install .types  ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-clean:  ## remove what the targets made, runs included
-	rm -rf $(VENV) $(VLLM) $(EXTRAS) .types build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis checkpoints/demo checkpoints/demo-policy checkpoints/memory
+clean:  ## remove what the targets made, the demo's run included (memories stay: some cost more to build)
+	rm -rf $(VENV) $(VLLM) $(EXTRAS) .types build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis checkpoints/demo checkpoints/demo-policy

@@ -47,7 +47,7 @@ def open_run(config: Config) -> Path:
 def provenance() -> dict[str, Any]:
     """Return the commit, the command and the versions that made a result."""
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join([Path(sys.argv[0]).name.replace("cli.py", "cuewalk"), *sys.argv[1:]]),
         "commit": (_git("rev-parse", "--short=12", "HEAD") or "unknown")
         + ("+changes" if _git("status", "--porcelain") else ""),
         "versions": {"python": sys.version.split()[0], **{name: version(name) for name in PACKAGES}},

@@ -31,7 +31,7 @@ from cuewalk.rl.ranker import Ranker, fit_ranker
 from cuewalk.scripts.baselines import expand_likely, searching_oracle
 from cuewalk.scripts.calibrate import by_likelihood, by_score, calibrate
 from cuewalk.scripts.measures import answer_words
-from cuewalk.scripts.results import measure, table
+from cuewalk.scripts.results import made_by, measure, table
 
 SCORES = ("answer_em", "answer_f1", "answer_f1_xmemory", "bleu1", "rouge_l")
 ROOT = Path(__file__).parents[1]
@@ -260,7 +260,7 @@ def fuzz() -> dict[str, Any]:
 
 def markdown(result: dict[str, Any]) -> str:
     """Return the result as tables."""
-    parts = ["# The judges, measured", f"Made by `{result['command']}` at commit {result['commit']}."]
+    parts = ["# The judges, measured", made_by(result)]
     if "cheats" in result:
         rows = result["cheats"]["rows"]
         for data in dict.fromkeys(row["data"] for row in rows):

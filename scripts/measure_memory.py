@@ -32,7 +32,7 @@ from cuewalk.scripts.baselines import run_scripted
 from cuewalk.scripts.contexts import FORMS, Form, render_context
 from cuewalk.scripts.inspection import describe
 from cuewalk.scripts.paired import compare
-from cuewalk.scripts.results import measure, table
+from cuewalk.scripts.results import made_by, measure, table
 
 CAP = 24
 DEFAULT = EnvConfig().links
@@ -388,7 +388,7 @@ def markdown(result: dict[str, Any]) -> str:
     """Return the result as tables."""
     parts = [
         "# The memory, measured",
-        f"Made by `{result['command']}` at commit {result['commit']}. LoCoMo, questions of categories 1 to 4 with "
+        f"{made_by(result)} LoCoMo, questions of categories 1 to 4 with "
         f"evidence; `dev` is what was chosen on (conversations 26, 30, 41, 43, 47; n = {result['data']['n_dev']}), "
         f"`test` the other five (n = {result['data']['n_test']}). Tokens are SmolLM2's. Nothing here used a language "
         "model but the rows of stage II.",

@@ -48,6 +48,15 @@ def measure(
         print(f"{section}: written to {path}", flush=True)
 
 
+def made_by(result: Mapping[str, Any]) -> str:
+    """Say which command made which sections, at which commit."""
+    sections: dict[tuple[str, str], list[str]] = {}
+    for name, made in result["made"].items():
+        sections.setdefault((made["command"], made["commit"]), []).append(name)
+    told = [f"{', '.join(names)} by `{command}` at {commit}" for (command, commit), names in sections.items()]
+    return f"Made: {'; '.join(told)}."
+
+
 def evaluation_name(part: str) -> str:
     """Return the name, without an ending, of an evaluation in its run directory; what is reported is of `test`."""
     return "evaluation" if part == "test" else f"evaluation_{part}"
