@@ -153,7 +153,7 @@ def _walkers(kit: Kit) -> list[System]:
     scripted = {
         "stop": (baselines.expand_top(0), "The environment's free first search, kept as it is."),
         "random_walk": (baselines.random_walk, "Candidates taken at random, then a stop."),
-        "expand_top=3": (baselines.expand_top(3), "The first three candidates, unread."),
+        "expand_top=4": (baselines.expand_top(4), "The first four candidates, one whole action, unread."),
     }
     systems = [
         System(name, idea, f"{name} {key}", _given(Walker(policy, rules, rank)))

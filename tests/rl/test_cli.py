@@ -206,7 +206,17 @@ def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     printed = run("cuewalk.scripts.cli", "evaluate", "--config", str(path)).stdout
     result = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     policies = {row["policy"] for row in result["rows"]}
-    walked = {"stop", "random", "expand_top=1", "expand_top=3", "expand_all", "ranker", "oracle_one_hop", "oracle"}
+    walked = {
+        "stop",
+        "random",
+        "expand_top=1",
+        "expand_top=3",
+        "expand_top=4",
+        "expand_all",
+        "ranker",
+        "oracle_one_hop",
+        "oracle",
+    }
     assert policies == walked | {f"top_k={k}" for k in (5, 8, 10, 20)} | {
         "untrained", "untrained_grammar", "warm_start", "warm_start+offset", "trained", "trained+offset",
         "adaptive_k=gap", "adaptive_k=threshold", "pointwise",  # candidates in search order show no chance to add
