@@ -255,7 +255,8 @@ def fuzz() -> dict[str, Any]:
                           text=True, check=False)  # fmt: skip
     if done.returncode:
         print(done.stdout[-3000:])
-    return {"cases": cases, "passed": done.returncode == 0, "seconds": time.perf_counter() - started}
+    walks = max(300, cases // 20)  # as in tests/env/test_hostile.py
+    return {"cases": cases, "walks": walks, "passed": done.returncode == 0, "seconds": time.perf_counter() - started}
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -287,7 +288,8 @@ def markdown(result: dict[str, Any]) -> str:
                                                "correlation"))]  # fmt: skip
     if "fuzz" in result:
         done = result["fuzz"]
-        parts += ["## Attacks", f"{done['cases']} generated cases of hostile text: "
+        parts += ["## Attacks", f"{done['cases']} generated texts through each of the renderer, the grammar and the "
+                  f"prompts' fences, {done['walks']} walks of the whole environment over hostile memories: "
                   f"{'no' if done['passed'] else 'A'} failure, {done['seconds']:.0f} s."]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
