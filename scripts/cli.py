@@ -141,11 +141,11 @@ def _parser() -> argparse.ArgumentParser:
     for command in (asking, serving):
         command.add_argument("policy", help="what `cuewalk export` wrote, a hub id, or the word search: no policy")
         command.add_argument("memory", help="a folder with a memory.sqlite")
+        command.add_argument("--order-only", action="store_true", help="ask no model: take the best by its ranker")
         command.add_argument("--server", help="address of `vllm serve POLICY/merged --served-model-name cuewalk`")
     asking.add_argument("question")
     asking.add_argument("--budget", type=int, help="what the walk may spend (that of the training)")
     asking.add_argument("--price", type=float, help="what an entry is to be worth, for a policy trained with prices")
-    asking.add_argument("--order-only", action="store_true", help="ask no model: take the best by the policy's ranker")
     asking.add_argument("--json", action="store_true", help="print all of it as JSON")
     return parser
 
@@ -311,8 +311,8 @@ def _export(options: argparse.Namespace) -> None:
 def _retriever(options: argparse.Namespace, fallback: Literal["search"] | None) -> Retriever:
     if options.policy == "search":
         return Retriever.without_policy()
-    order_only = getattr(options, "order_only", False)
-    return Retriever.from_pretrained(options.policy, server=options.server, fallback=fallback, order_only=order_only)
+    asked = {"server": options.server, "fallback": fallback, "order_only": options.order_only}
+    return Retriever.from_pretrained(options.policy, **asked)
 
 
 def _serve(options: argparse.Namespace) -> None:

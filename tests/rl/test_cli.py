@@ -301,6 +301,8 @@ def test_retrieve_with_a_policy_prints_the_walk(remembered, tmp_path, tiny_model
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "e0 [1]" and shown[-1] in ("Ended: malformed", "Ended: budget", "Ended: stopped")
     assert [line for line in shown if line.startswith("> ")]
+    assert main(["retrieve", policy, str(remembered), "Where does Ann live?", "--order-only", "--budget", "1"]) == 0
+    assert "Ended: budget" in capsys.readouterr().out  # the whole budget, and no model
     assert main(["retrieve", policy, str(tmp_path / "nowhere"), "Where?"]) == 2
     assert "memory.sqlite is missing" in capsys.readouterr().err
     assert main(["retrieve", policy, str(remembered), "Where?", "--budget", "99"]) == 2
