@@ -91,7 +91,9 @@ class EvaluationConfig:
     model_questions: PositiveInt | Literal["all", "test_200"] = "all"
     batch: PositiveInt = 16  #: Questions walked in lockstep.
     untrained: bool = True  #: Measure the base model too: much of an evaluation's time, and the same for every run.
-    controls: bool = True  #: Walk validation again with the candidates' text blanked, and with another question.
+    controls: bool = (
+        True  #: Walk validation again by the warm start, the candidates' text blanked; and with another question.
+    )
 
 
 @dataclass(frozen=True)

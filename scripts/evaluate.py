@@ -345,7 +345,7 @@ def measure_adapter(
     """Measure a trained adapter as it is and with the offset on STOP that is best on validation.
 
     Also returned: its curve over offsets, how well it knows when to stop beside the rule on the best candidate's score,
-    and what it earns on validation where it can't read.
+    and what a warm start earns on validation where it can't read.
     """
     from cuewalk.rl.train import load_adapter  # peft is loaded only where an adapter is
 
@@ -353,11 +353,15 @@ def measure_adapter(
     tried = on_val.curves(f"{name} on validation", model, on_val.tasks.questions)
     offset, paid = on_val.best(list(tried.values()))
     controls = [{"policy": name, "control": None, "reward": paid}]
-    for control in (no_text, other_question) if bench.config.evaluation.controls else ():
+    gate = bench.config.evaluation.controls and name == "warm_start"  # reading is looked for before GRPO
+    for control in (no_text, other_question) if gate else ():
         blind = replace(on_val, chat=Altered(on_val.chat.tokenizer, control))
         walks = blind.curves(f"{name} with {control.__name__}", model, on_val.tasks.questions)
         controls.append({"policy": name, "control": control.__name__, "reward": on_val.best(list(walks.values()))[1]})
-    served = bench.curves(name, model, asked)
+    if bench.config.evaluation.part == "val":
+        served = {question.id: tried[question.id] for question in asked}
+    else:
+        served = bench.curves(name, model, asked)
     rows = []
     for label, chosen in ((name, sampling.stop_offset), (f"{name}+offset", offset)):
         rows += bench.measure(label, asked, partial(_cut, served, chosen), len(asked), timed=False)
