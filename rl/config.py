@@ -92,7 +92,7 @@ class EvaluationConfig:
     batch: PositiveInt = 16  #: Questions walked in lockstep.
     untrained: bool = True  #: Measure the base model too: much of an evaluation's time, and the same for every run.
     controls: bool = (
-        True  #: Walk validation again by the warm start, the candidates' text blanked; and with another question.
+        True  #: The warm start walks validation blind, and with another question, too.
     )
 
 
