@@ -91,9 +91,7 @@ class EvaluationConfig:
     model_questions: PositiveInt | Literal["all", "test_200"] = "all"
     batch: PositiveInt = 16  #: Questions walked in lockstep.
     untrained: bool = True  #: Measure the base model too: much of an evaluation's time, and the same for every run.
-    controls: bool = (
-        True  #: The warm start walks validation blind, and with another question, too.
-    )
+    controls: bool = True  #: The warm start walks validation blind, and with another question, too.
 
 
 @dataclass(frozen=True)
