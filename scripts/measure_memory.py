@@ -3,7 +3,7 @@
     CUEWALK_DATA=path/to/data python scripts/measure_memory.py [--out docs/results/memory] [--only links,context]
 
 Choices are made on the conversations 26, 30, 41, 43, 47 (`dev`); 42, 44, 48, 49, 50 (`test`) are reported apart.
-Sections: sizes, links, refining, picks, context, evidence, ablations. Those not in --only are kept as they are in the file.
+Sections: sizes, links, refining, picks, context, evidence, ablations. Those not in --only stay as the file has them.
 """
 
 import os
