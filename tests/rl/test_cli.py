@@ -233,7 +233,7 @@ def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     for name in ("evaluation.md", "evaluation_entries.png", "evaluation_learning.png"):
         assert (tmp_path / "run" / name).stat().st_size > 100 and name in printed
     walks = {file: file.stat().st_mtime_ns for file in (tmp_path / "run" / "walks").iterdir()}
-    assert len(walks) == 2 * 4 + 1  # two adapters: on test, on validation, twice where they can't read; the marks
+    assert len(walks) == 2 * 2 + 2 + 1  # two adapters: on test, on validation; the warm start twice blind; the marks
     run("cuewalk.scripts.cli", "evaluate", "--config", str(path))
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "run" / "walks").iterdir()} == walks  # none again
     again = json.loads((tmp_path / "run" / "evaluation.json").read_text())
