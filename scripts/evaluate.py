@@ -334,7 +334,6 @@ def evaluate(config: Config) -> dict[str, Any]:
             more = {key: [*known, *(row for row in found[key] if row not in known)] for key, known in more.items()}
     whole = pd.DataFrame(measured, columns=COLUMNS)
     conversation = whole["question"].map({question.id: question.conversation_id for question in part.questions})
-    # By question, to be joined with other runs'.
     whole.assign(conversation=conversation).to_csv(run / f"measures_{config.evaluation.part}.csv", index=False)
     return summarise(bench, whole, [question.id for question in asked]) | more
 
