@@ -182,5 +182,6 @@ def step_together(envs: Sequence[RetrievalEnv], actions: Sequence[str]) -> list[
         if isinstance(parsed := parse_action(action), Refine):
             queries.setdefault(id(env.graph.encoder), (env.graph.encoder, []))[1].append(parsed.query)
     for encoder, texts in queries.values():
-        encoder.encode(texts)  # remembered until each environment searches
+        for start in range(0, len(texts), 64):  # remembered until each environment searches; more at once are not
+            encoder.encode(texts[start : start + 64])
     return [env.step(action) for env, action in zip(envs, actions, strict=True)]

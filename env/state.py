@@ -1,6 +1,6 @@
 """The decision process: state (q, W, F, b), and one pure transition (Memora, Algorithm 1, made explicit)."""
 
-import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -184,5 +184,5 @@ def _known(state: State) -> set[str]:
     return {*state.working, *(link.entry for _, link in state.frontier)}
 
 
-def _same(query: str) -> list[str]:
-    return re.findall(r"\w+", query.casefold())
+def _same(query: str) -> str:
+    return "".join(c for c in query.casefold() if unicodedata.category(c)[0] not in "CPZ")

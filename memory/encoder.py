@@ -11,8 +11,8 @@ from sentence_transformers import SentenceTransformer
 from cuewalk.memory.models import ModelError, resolve_model, well_formed
 
 FloatArray = npt.NDArray[np.float32]
-REMEMBERED, MANY = 20_000, 1_000
-"""Vectors kept for texts seen before, 30 MB of MiniLM's; of so many texts at once none is kept."""
+REMEMBERED = 20_000
+"""Vectors kept for texts seen before: 30 MB of MiniLM's."""
 
 
 class Encoder(Protocol):
@@ -45,7 +45,7 @@ class SentenceEncoder:
 
     def encode(self, texts: Sequence[str], *, progress: bool = False) -> FloatArray:
         """Return unit vectors of shape (len(texts), dimension)."""
-        if len(texts) > MANY:
+        if len(texts) > self.batch_size:  # a memory that grows: whoever searches does not wait for it
             return self._batch(texts, progress)
         with self._lock:
             if new := [text for text in dict.fromkeys(texts) if text not in self._known]:

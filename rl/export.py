@@ -162,7 +162,7 @@ class Retriever:
             server: Address of `vllm serve PATH/merged --served-model-name cuewalk`; no weights are loaded here then.
             timeout: As the field; and seconds that a server may take for one request, which is tried three times.
             fallback: As the field; search gives as many entries as a walk may gather.
-            order_only: As the field; what the policy's ranker is worth by itself, in milliseconds.
+            order_only: As the field; what the ranker is worth by itself, in milliseconds. No server is asked then.
 
         An ExportError if the directory is no export, of another grammar or renderer, or the base's or the server's
         weights are not the right ones; a ModelError if the base can't be loaded; a SamplerError without the server.

@@ -90,8 +90,8 @@ class Chat:
 
     def untrusted(self, text: str) -> list[int]:
         """Encode text in which nothing may become a special token."""
-        text = self._broken(text)
-        return list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        ids = self.tokenizer(self._broken(text), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return list(ids)
 
     def _broken(self, text: str) -> str:
         return self._added.sub(lambda found: f"{found[0][0]} {found[0][1:]}", well_formed(text))

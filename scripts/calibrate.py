@@ -119,10 +119,11 @@ def check_judge(config: Config) -> None:
             f"add some, or judge by evidence"
         )
     if share > config.judge.most_wrong:
+        judge = f"llm, {config.judge.llm.model!r}," if named == "llm" else named
         told = ", ".join(f"{rate.kind} {rate.accepted} of {rate.n}" for rate in rates if rate.kind in WRONG)
         raise ConfigError(
-            f"config: the judge {named} accepts {share:.0%} of the wrong answers ({told}), more than judge.most_wrong "
-            f"= {config.judge.most_wrong:.0%} (see `cuewalk calibrate {named}`); take a stricter model, or raise "
+            f"config: the judge {judge} accepts {share:.0%} of the wrong answers ({told}), more than judge.most_wrong "
+            f"= {config.judge.most_wrong:.0%} (see `cuewalk calibrate {named}`); take a stricter judge, or raise "
             f"judge.most_wrong to train on it all the same"
         )
 

@@ -141,8 +141,9 @@ def _parser() -> argparse.ArgumentParser:
     for command in (asking, serving):
         command.add_argument("policy", help="what `cuewalk export` wrote, a hub id, or the word search: no policy")
         command.add_argument("memory", help="a folder with a memory.sqlite")
-        command.add_argument("--order-only", action="store_true", help="ask no model: take the best by its ranker")
-        command.add_argument("--server", help="address of `vllm serve POLICY/merged --served-model-name cuewalk`")
+        who = command.add_mutually_exclusive_group()
+        who.add_argument("--order-only", action="store_true", help="ask no model: take the best by its ranker")
+        who.add_argument("--server", help="address of `vllm serve POLICY/merged --served-model-name cuewalk`")
     asking.add_argument("question")
     asking.add_argument("--budget", type=int, help="what the walk may spend (that of the training)")
     asking.add_argument("--price", type=float, help="what an entry is to be worth, for a policy trained with prices")
@@ -310,6 +311,8 @@ def _export(options: argparse.Namespace) -> None:
 
 def _retriever(options: argparse.Namespace, fallback: Literal["search"] | None) -> Retriever:
     if options.policy == "search":
+        if options.server or options.order_only:
+            raise ConfigError("search asks no policy: leave out --server and --order-only, or name a policy")
         return Retriever.without_policy()
     asked = {"server": options.server, "fallback": fallback, "order_only": options.order_only}
     return Retriever.from_pretrained(options.policy, **asked)

@@ -32,7 +32,7 @@ from cuewalk.memory import SentenceEncoder
 from cuewalk.memory.models import load_tokenizer
 from cuewalk.rl.config import Config, ConfigError, load_config
 from cuewalk.rl.data import Memories, load_graphs, load_part, rank_of
-from cuewalk.rl.grpo import Group, Rollouts, WalkTrainer, train_grpo
+from cuewalk.rl.grpo import Group, Rollouts, WalkTrainer, prepare_arguments, train_grpo
 from cuewalk.rl.rollout import Row, Sampler
 from cuewalk.rl.run import last_step, open_run
 from cuewalk.rl.train import load_adapter
@@ -175,7 +175,7 @@ def steps_for(source: Path) -> int:
 def train_control(kind: str, source: Path, config: Config) -> Path:
     """Train a control from the warm start of `source` in the run directory of `config`, and return that."""
     run, chat = prepare(source, config), Chat(load_tokenizer(config.model))
-    wants_more = 0 < last_step(run / "grpo") < int(config.grpo.get("max_steps", 20))
+    wants_more = 0 < last_step(run / "grpo") < prepare_arguments(config, run).max_steps
     if (run / "trained" / "adapter_config.json").exists() and not wants_more:
         return run
     check_judge(config)

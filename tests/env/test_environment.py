@@ -158,3 +158,9 @@ def test_many_environments_step_together_and_encode_their_queries_in_one_call(gr
     actions = ["REFINE garden", "EXPAND A", "REFINE piano"]
     assert step_together(envs, actions) == [env.step(action) for env, action in zip(alone, actions, strict=True)]
     assert calls[0] == ["garden", "piano"]
+    many = [RetrievalEnv(shared, question, EnvConfig(k=1)) for _ in range(65)]
+    for env in many:
+        env.reset(seed=0)
+    calls.clear()
+    step_together(many, [f"REFINE garden {n}" for n in range(65)])
+    assert [len(texts) for texts in calls[:3]] == [64, 1, 1]  # no more at once than an encoder remembers

@@ -46,6 +46,7 @@ def test_refining_searches_anew_and_its_hits_are_read_before_they_are_paid(graph
         (Expand(("Z",)), "unknown_label"),
         (Expand(("A", "Z")), "unknown_label"),
         (Refine(" DOG "), "repeated_query"),
+        (Refine("do\u200bg?!"), "repeated_query"),
         (Bad("unparsable"), "unparsable"),
     ],
 )
@@ -179,3 +180,14 @@ def test_the_order_and_the_rank_go_together(graph, question):
         RetrievalEnv(graph, question, EnvConfig(order="ranker"))
     with pytest.raises(ValueError, match="pass rank="):
         RetrievalEnv(graph, question, EnvConfig(), rank=lambda *_: np.zeros(0))
+
+
+@pytest.mark.parametrize(
+    "queries", [("\u0915\u0940", "\u0915\u0947"), ("\U0001f436", "\U0001f431"), ("dog 1", "dog 2")]
+)
+def test_queries_that_differ_in_a_sign_are_other_queries(queries, graph):
+    rules = EnvConfig(k=1, budget=4)
+    state = first_state(graph, "dog", rules)
+    for query in queries:
+        state, change = apply(state, Refine(query), graph, rules)
+        assert change.bad is None
