@@ -111,8 +111,8 @@ class RetrievalEnv(gymnasium.Env[str, str]):
         self.config = config or EnvConfig()
         self.score = score
         self.rank = rank
-        if (self.config.order == "ranker") != (rank is not None):
-            raise ValueError(f"env.order = {self.config.order!r}: pass rank= where it is 'ranker', and only there")
+        if (self.config.order == "search") != (rank is None):
+            raise ValueError(f"env.order = {self.config.order!r}: pass rank= unless it is 'search', and only then")
         self.observation_space = TextSpace()
         self.action_space = TextSpace()
         self._state: State | None = None

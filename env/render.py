@@ -39,7 +39,7 @@ def first_observation(graph: MemoryGraph, question: str, state: State, config: E
     """Show the whole state: question, costs, budget, W as cut values, F as lines."""
     lines = [
         INSTRUCTION,
-        f"Question: {_cut(question, QUESTION_WORDS)}",
+        f"Question: {shorten(question, QUESTION_WORDS)}",
         "Read:",
         *_read_lines(graph, state, state.working, config),
         "Candidates:",
@@ -86,8 +86,8 @@ def _read_lines(graph: MemoryGraph, state: State, entries: Iterable[str], config
         entry = graph.entries[entry_id]
         date = f"{entry.time.day} {MONTHS[entry.time.month - 1][:3]} {entry.time:%y}"
         said = " / ".join(statement.text for statement in entry.statements if statement.until is None)
-        near, speaker = _digit(graph.score(asked, entry_id)), _cut(entry.speaker, SPEAKER_WORDS)
-        lines.append(f"- {near} {speaker} {date}: {_cut(said, config.value_words)}")
+        near, speaker = _digit(graph.score(asked, entry_id)), shorten(entry.speaker, SPEAKER_WORDS)
+        lines.append(f"- {near} {speaker} {date}: {shorten(said, config.value_words)}")
     return lines
 
 
@@ -102,7 +102,9 @@ def _candidate_lines(graph: MemoryGraph, candidates: Iterable[tuple[str, Link]],
         entry = graph.entries[link.entry]
         text, speaker = plain(entry.abstraction), plain(entry.speaker)
         named = text if text.startswith(speaker) else f"{speaker}: {text}"
-        lines.append(f"{_cut(named, config.abstraction_words)} {_digit(link.score)}{KIND_LETTERS[link.kind]} {label}")
+        lines.append(
+            f"{shorten(named, config.abstraction_words)} {_digit(link.score)}{KIND_LETTERS[link.kind]} {label}"
+        )
     return lines
 
 
@@ -110,7 +112,8 @@ def _digit(score: float) -> int:
     return min(9, max(0, int(10 * score)))
 
 
-def _cut(text: str, words: int) -> str:
+def shorten(text: str, words: int) -> str:
+    """Return untrusted text as one line of at most so many words (see `plain`), an ellipsis where it was cut."""
     whole = plain(text)
     cut = " ".join(whole.split(" ")[:words])[: words * MAX_WORD]
     return cut + ("…" if len(cut) < len(whole) else "")

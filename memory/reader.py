@@ -88,11 +88,19 @@ class LocalReader:
 
         A ValueError if text or answer hold no token.
         """
+        return float(self._logps(context, text, answer).mean().exp())
+
+    def log_likelihood(self, context: Context, text: str, answer: str) -> float:
+        """Return log P(answer | context, text), in nats; errors as of `likelihood`."""
+        return float(self._logps(context, text, answer).sum())
+
+    def _logps(self, context: Context, text: str, answer: str) -> torch.Tensor:
+        """Return the log-probability of each of an answer's tokens, (n,)."""
         length = context.length
         before, after = self._some(text), self._some(answer)
         logp = self._feed(context, [*before, *after[:-1]], len(after)).log_softmax(-1)
         self.forget(context, length)
-        return float(logp.gather(-1, torch.tensor(after, device=logp.device)[:, None]).mean().exp())
+        return logp.gather(-1, torch.tensor(after, device=logp.device)[:, None])[:, 0]
 
     def _greedy(self, context: Context, text: str, tokens: int) -> list[tuple[int, torch.Tensor]]:
         """Return the greedy tokens after context and text, each with the log-probabilities it was chosen by."""

@@ -14,8 +14,10 @@ from cuewalk.env.own import load_synthetic
 from cuewalk.env.tasks import PARTS, DataError
 from cuewalk.memory import Conversation, Encoder, MemoryGraph, build_graph, load_graph, save_graph
 from cuewalk.memory.build import build_digest, load_extractor
+from cuewalk.memory.reader import LocalReader
 from cuewalk.rl.config import Config, ConfigError, DataConfig
 from cuewalk.rl.ranker import Ranker
+from cuewalk.rl.reading import Reading
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,18 @@ class Memories:
 
 
 def rank_of(config: Config, run: Path) -> Rank | None:
-    """Return what orders the candidates: a run's ranker, or None where the rules leave them in search order."""
-    return Ranker.load(run / "ranker.json") if config.env.order == "ranker" else None
+    """Return what orders the candidates: a run's ranker, alone or with a reader; None where the rules want neither.
+
+    A DataError without a ranker, or one that no reader was fitted to; a ModelError where the reader can't be loaded.
+    """
+    if config.env.order == "search":
+        return None
+    ranker = Ranker.load(run / "ranker.json")
+    if config.env.order == "ranker":
+        return ranker
+    if ranker.reading is None:
+        raise DataError(f"the ranker in {run} was trained without a reader; train again, or take env.order = ranker")
+    return Reading(ranker, LocalReader.from_pretrained(config.model, config.dtype))
 
 
 def load_part(config: DataConfig, part: str, *, unanswerable: bool = False) -> Tasks:

@@ -48,7 +48,7 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
     from peft import PeftModel
 
     config = parse_config(json.loads((run / "config.json").read_text(encoding="utf-8"))["config"])
-    ranker = rank_of(config, run)
+    ranker = None if config.env.order == "search" else Ranker.load(run / "ranker.json")
     tokenizer = load_tokenizer(config.model)
     base = load_language_model(config.model, config.dtype, device="cpu")
     data, sampling = replace(config.data, path=None), replace(config.sampling, server=None)
@@ -80,7 +80,7 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
             if merged:
                 model.merge_and_unload().save_pretrained(new / "merged")
                 tokenizer.save_pretrained(new / "merged")
-            if isinstance(ranker, Ranker):
+            if ranker is not None:
                 ranker.save(new / "ranker.json")
             (new / "policy.json").write_text(json.dumps(policy, indent=1) + "\n", encoding="utf-8")
             new.rename(out)
@@ -159,10 +159,11 @@ class Retriever:
         Args:
             path: A directory that `cuewalk export` wrote, or a hub id such as `owner/name`.
             base: Name or path of the base model, where it is not to be had under its own name here.
-            server: Address of `vllm serve PATH/merged --served-model-name cuewalk`; no weights are loaded here then.
+            server: Address of `vllm serve PATH/merged --served-model-name cuewalk`; no weights are loaded here then,
+                but the base's where `env.order` is `reader`.
             timeout: As the field; and seconds that a server may take for one request, which is tried three times.
             fallback: As the field; search gives as many entries as a walk may gather.
-            order_only: As the field; what the ranker is worth by itself, in milliseconds. No server is asked then.
+            order_only: As the field; what `env.order` is worth by itself. No server is asked then.
 
         An ExportError if the directory is no export, of another grammar or renderer, or the base's or the server's
         weights are not the right ones; a ModelError if the base can't be loaded; a SamplerError without the server.
@@ -183,12 +184,13 @@ class Retriever:
                     f"exported it, or train again"
                 )
         config = parse_config(tree)
+        rank = rank_of(replace(config, model=base or name), path)
         if order_only:
-            return cls(None, None, config, rank_of(config, path), order_only=True)
+            return cls(None, None, config, rank, order_only=True)
         chat = Chat(load_tokenizer(str(path / "adapter")))
         if server is not None:
             asked = _checked(server, timeout, path, policy.get("probe"), config)
-            return cls(None, chat, config, rank_of(config, path), asked, timeout, fallback)
+            return cls(None, chat, config, rank, asked, timeout, fallback)
         from peft import PeftModel
 
         model = load_language_model(base or name, config.dtype)
@@ -198,7 +200,7 @@ class Retriever:
                 f"right ones, or use its merged/ model"
             )
         model = PeftModel.from_pretrained(model, str(path / "adapter")).eval()
-        return cls(model, chat, config, rank_of(config, path), None, timeout, fallback)
+        return cls(model, chat, config, rank, None, timeout, fallback)
 
     def retrieve(
         self, graph: MemoryGraph, question: str, *, budget: int | None = None, price: float | None = None

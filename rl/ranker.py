@@ -13,7 +13,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 from tqdm import tqdm
 
-from cuewalk.env import DataError, EnvConfig, Tasks
+from cuewalk.env import DataError, EnvConfig, Gold, Question, Tasks
 from cuewalk.env.records import words
 from cuewalk.env.state import POOL, first_state
 from cuewalk.judges import covered
@@ -39,6 +39,7 @@ class Ranker:
     kinds: tuple[str, ...]  #: Link kinds that are features: 1 where some entry of W reaches the candidate so.
     weights: tuple[float, ...]  #: One a feature, `FEATURES` and then `kinds`.
     bias: float
+    reading: tuple[float, float, float] | None = None  #: How a reader changes its chances: see `rl/reading.py`.
 
     def __call__(
         self, graph: MemoryGraph, query: str, working: Sequence[str], links: Sequence[Link]
@@ -60,7 +61,8 @@ class Ranker:
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
             if tuple(tree.pop("features")) == FEATURES:
-                return cls(tuple(tree["kinds"]), tuple(tree["weights"]), tree["bias"])
+                reading = tree.get("reading")
+                return cls(tuple(tree["kinds"]), tuple(tree["weights"]), tree["bias"], reading and tuple(reading))
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"no ranker in {path} ({error}); env.order = ranker needs one: train first") from error
         raise DataError(f"the ranker in {path} was trained on other features than this version of cuewalk has")
@@ -69,20 +71,28 @@ class Ranker:
 def fit_ranker(tasks: Tasks, graphs: Mapping[str, MemoryGraph], rules: EnvConfig) -> Ranker:
     """Train on the pool of every first frontier; a DataError where no candidate holds missing evidence, or all do."""
     kinds = tuple(kind for kind in rules.links if kind != "search")
-    rows, labels = [], []
+    rows, labels = [], list[bool]()
     for question in tqdm(tasks.questions, desc="ranker", unit="question", disable=None):
         graph = graphs[question.conversation_id]
-        working = first_state(graph, question.text, replace(rules, order="search")).working
-        links = graph.frontier(question.text, working, set(working), rules.links, POOL * rules.frontier_cap)
-        missing = set(tasks.gold[question.id].evidence) - covered(graph, working)
+        working, links, held = first_pool(graph, question, tasks.gold[question.id], rules)
         rows.append(features(graph, question.text, working, links, kinds))
-        labels += [not covered(graph, [link.entry]).isdisjoint(missing) for link in links]
+        labels += held
     if len(set(labels)) < 2:
         raise DataError(f"the ranker needs candidates with and without evidence; got {len(labels)} of one kind")
     scaler = StandardScaler().fit(whole := np.concatenate(rows))
     model = LogisticRegression(C=0.1, max_iter=3000).fit(scaler.transform(whole), labels)
     weights = model.coef_[0] / scaler.scale_
     return Ranker(kinds, tuple(weights.tolist()), float(model.intercept_[0] - weights @ scaler.mean_))
+
+
+def first_pool(
+    graph: MemoryGraph, question: Question, gold: Gold, rules: EnvConfig
+) -> tuple[tuple[str, ...], list[Link], list[bool]]:
+    """Return what the first search found, all that a rank chooses the first lines from, and which of it is evidence."""
+    working = first_state(graph, question.text, replace(rules, order="search")).working
+    links = graph.frontier(question.text, working, set(working), rules.links, POOL * rules.frontier_cap)
+    missing = set(gold.evidence) - covered(graph, working)
+    return working, links, [not covered(graph, [link.entry]).isdisjoint(missing) for link in links]
 
 
 def features(

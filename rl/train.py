@@ -17,10 +17,12 @@ from cuewalk.env.tasks import DataError, select
 from cuewalk.judges import TrajectoryJudge
 from cuewalk.memory import SentenceEncoder
 from cuewalk.memory.models import load_language_model, load_tokenizer
+from cuewalk.memory.reader import LocalReader
 from cuewalk.rl.config import Config, ConfigError, check_options
 from cuewalk.rl.data import Memories, load_graphs, load_part, rank_of
 from cuewalk.rl.grpo import Rollouts, prepare_arguments, train_grpo
 from cuewalk.rl.ranker import fit_ranker
+from cuewalk.rl.reading import fit_reading
 from cuewalk.rl.run import last_step, open_run
 from cuewalk.rl.transcript import Chat
 from cuewalk.rl.vllm_sampler import check_vllm
@@ -64,9 +66,13 @@ def train(config: Config) -> Path:
         graphs = load_graphs(config, tasks.conversations, SentenceEncoder(config.encoder))
         if not (run / "ranker.json").exists():
             try:
-                fit_ranker(tasks, graphs, config.env).save(run / "ranker.json")
+                ranker = fit_ranker(tasks, graphs, config.env)
+                if config.env.order == "reader":
+                    reader = LocalReader.from_pretrained(config.model, config.dtype)
+                    ranker = fit_reading(ranker, reader, tasks, graphs, config.env)
+                ranker.save(run / "ranker.json")
             except DataError:
-                if config.env.order == "ranker":  # else it is a row of the evaluation, and left out there
+                if config.env.order != "search":  # else it is a row of the evaluation, and left out there
                     raise
         memories = Memories(graphs, config.env, rank_of(config, run))
     if config.warm_start.rows and not (run / "warm_start" / "adapter_config.json").exists():

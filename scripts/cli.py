@@ -202,7 +202,7 @@ def _play(options: argparse.Namespace) -> None:
     rules, rank = config.env, None
     if (Path(config.run_dir) / "ranker.json").exists():
         rank = rank_of(config, Path(config.run_dir))
-    elif rules.order == "ranker":
+    elif rules.order != "search":
         print("No ranker was trained yet: the candidates come in search order.\n")
         rules = replace(rules, order="search")
     env = RetrievalEnv(graph, question, rules, rank=rank)

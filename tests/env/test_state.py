@@ -176,7 +176,7 @@ def test_a_rank_chooses_from_a_wider_pool_and_its_say_is_the_score(graph, questi
 
 
 def test_the_order_and_the_rank_go_together(graph, question):
-    with pytest.raises(ValueError, match="pass rank= where it is 'ranker', and only there"):
+    with pytest.raises(ValueError, match="pass rank= unless it is 'search', and only then"):
         RetrievalEnv(graph, question, EnvConfig(order="ranker"))
     with pytest.raises(ValueError, match="pass rank="):
         RetrievalEnv(graph, question, EnvConfig(), rank=lambda *_: np.zeros(0))
