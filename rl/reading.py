@@ -39,6 +39,7 @@ class Reading:
     ranker: Ranker
     reader: LocalReader = field(repr=False)
     tokens: int = field(default=0, repr=False)  #: What was read so far, that from the disk too.
+    digest: str = field(init=False)  #: Of the reader's weights.
 
     def __post_init__(self) -> None:
         self.digest = weights_digest(self.reader.model)

@@ -1,7 +1,7 @@
 """Policies without a language model, walking the same environment."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -84,3 +84,14 @@ def searching_oracle(env: RetrievalEnv, gold: Gold) -> Expand | Stop:
         behind[label] = len(missing & covered(env.graph, [link.entry for _, link in shown]))
     best = max(behind, key=lambda label: behind[label], default=None)
     return Expand((best,)) if best is not None and behind[best] else Stop()
+
+
+def adaptive_count(scores: Sequence[float], threshold: float | None) -> int:
+    """Return how many hits of these cosines to take, at least one: those from the threshold on.
+
+    With None those above the largest gap and five more (Adaptive-k, EMNLP 2025).
+    """
+    ordered = np.sort(scores)[::-1]
+    if threshold is not None:
+        return max(1, int((ordered >= threshold).sum()))
+    return 6 + int(np.argmax(ordered[:-1] - ordered[1:])) if len(ordered) > 1 else 1

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from cuewalk.memory import MemoryGraph
-from cuewalk.memory.hierarchy import segment_summary
 from cuewalk.memory.records import say
+from cuewalk.scripts.expansion import segment_summary
 
 Form = Literal["segment+entries", "segment", "summary+entries", "entries"]
 FORMS: tuple[Form, ...] = get_args(Form)

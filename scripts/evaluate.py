@@ -36,7 +36,7 @@ from cuewalk.scripts import baselines
 from cuewalk.scripts.baselines import THRESHOLDS, expand_likely, searching_oracle
 from cuewalk.scripts.curve import OFFSETS, Record, Served, choose_offset, cut, record, stopping
 from cuewalk.scripts.grammar import lawful
-from cuewalk.scripts.measures import EQUAL_ENTRIES, measure_entries, measure_walk, reward_of
+from cuewalk.scripts.measures import EQUAL_ENTRIES, measure_entries, measure_walk, reward_of, tokens_read
 from cuewalk.scripts.paired import compare
 from cuewalk.scripts.results import read_metrics
 
@@ -102,11 +102,11 @@ class Bench:
         return [([hit.entry for hit in found], 0) for found in hits]
 
     def search_adaptively(self, threshold: float | None, questions: Sequence[Question]) -> list[Found]:
-        """Retrieve as many of the first 20 hits as their cosines ask for, see `adaptive_count`."""
+        """Retrieve as many of the first 20 hits as their cosines ask for, see `baselines.adaptive_count`."""
         found: list[Found] = []
         for question in questions:
             hits = self.memories.graphs[question.conversation_id].search(question.text, max(TOP_K))
-            count = adaptive_count([hit.score for hit in hits], threshold)
+            count = baselines.adaptive_count([hit.score for hit in hits], threshold)
             found.append(([hit.entry for hit in hits[:count]], 0))
         return found
 
@@ -267,6 +267,7 @@ class Bench:
                     if isinstance(found, Trajectory):
                         paid = self.reward(found)
                         measures |= measure_walk(graph, found, gold, paid) | {"judge_failed": float(paid is None)}
+                        tokens += 0 if policy.startswith("unread") else tokens_read(self.memories.env(question))
                     measures |= {"inference_tokens": float(tokens), "seconds": seconds if timed else None}
                     rows += [(policy, question.id, name, value) for name, value in measures.items()]
                 bar.update(len(asked))
@@ -314,11 +315,16 @@ def evaluate(config: Config) -> dict[str, Any]:
     if (run / "ranker.json").exists():  # where there was something to learn
         ranker = Ranker.load(run / "ranker.json")
         scripted["ranker"] = expand_likely(ranker, choose_threshold(ranker, val, memories, bench.judge))
+    unread: dict[str, Callable[..., list[Found]]] = {}
+    if config.env.order == "reader":  # what the reader is worth
+        alone = replace(bench, memories=Memories(graphs, replace(config.env, order="ranker"), ranker))
+        unread = {f"unread_top={count}": partial(alone.walk, baselines.expand_top(count)) for count in (3, 4)}
     retrievers: dict[str, Callable[..., list[Found]]] = {
         **{f"top_k={k}": partial(bench.search, k) for k in TOP_K},
         "adaptive_k=gap": partial(bench.search_adaptively, None),
         "adaptive_k=threshold": partial(bench.search_adaptively, nearest_threshold(replace(bench, tasks=val))),
         **{name: partial(bench.walk, policy) for name, policy in scripted.items()},
+        **unread,
     }
     measured = [row for name, retrieve in retrievers.items() for row in bench.measure(name, part.questions, retrieve)]
     asked = model_questions(config, part)
@@ -370,22 +376,11 @@ def measure_adapter(
     if name == "warm_start" and bench.config.warm_start.pointwise:
         marks = bench.marks(model, asked)
         reads.append(bench.reading(marks))
-        joined = {"pointwise+score": 1.0} if bench.config.env.order == "ranker" else {}  # else no chance is shown
+        joined = {"pointwise+score": 1.0} if bench.config.env.order != "search" else {}  # else no chance is shown
         for label, weight in {"pointwise": 0.0, **joined}.items():
             rows += bench.measure(label, asked, partial(bench.take_marked, marks, weight), timed=False)
     curve = {"policy": name, "chosen": offset, "points": bench.points(served)}
     return rows, {"curves": [curve], "stopping": stops, "controls": controls, "reading": reads}
-
-
-def adaptive_count(scores: Sequence[float], threshold: float | None) -> int:
-    """Return how many hits of these cosines to take, at least one: those from the threshold on.
-
-    With None those above the largest gap and five more (Adaptive-k, EMNLP 2025).
-    """
-    ordered = np.sort(scores)[::-1]
-    if threshold is not None:
-        return max(1, int((ordered >= threshold).sum()))
-    return 6 + int(np.argmax(ordered[:-1] - ordered[1:])) if len(ordered) > 1 else 1
 
 
 def nearest_threshold(val: Bench) -> float:
@@ -394,7 +389,7 @@ def nearest_threshold(val: Bench) -> float:
     scores = [[hit.score for hit in graphs[q.conversation_id].search(q.text, max(TOP_K))] for q in val.tasks.questions]
 
     def off(threshold: float) -> float:
-        return abs(float(np.mean([adaptive_count(own, threshold) for own in scores])) - EQUAL_ENTRIES)
+        return abs(float(np.mean([baselines.adaptive_count(own, threshold) for own in scores])) - EQUAL_ENTRIES)
 
     return float(min(np.arange(0.1, 0.9, 0.02), key=off))
 
@@ -444,10 +439,10 @@ def summarise(bench: Bench, measured: pd.DataFrame, asked: Sequence[str]) -> dic
     conversation = {question.id: question.conversation_id for question in tasks.questions}
     by_question = measured.pivot(index="question", columns=["measure", "policy"], values="value")
     comparisons = []
-    rivals = ("stop", "top_k=8", "untrained_grammar", "expand_top=3", "expand_top=4", "ranker", "warm_start",
-              "warm_start+offset")  # fmt: skip
+    rivals = ("stop", "top_k=8", "untrained_grammar", "expand_top=3", "expand_top=4", "unread_top=4", "ranker",
+              "warm_start", "warm_start+offset")  # fmt: skip
     pairs = [(a, b) for a in ("trained", "trained+offset") for b in rivals if a != b]
-    for a, b in [*pairs, ("ranker", "top_k=8"), ("oracle", "stop")]:
+    for a, b in [*pairs, ("expand_top=4", "unread_top=4"), ("ranker", "top_k=8"), ("oracle", "stop")]:
         for metric in COMPARED:
             both = by_question.reindex(columns=[(metric, a), (metric, b)]).dropna()
             if len(both):

@@ -26,13 +26,15 @@ from cuewalk.rl.run import provenance
 from cuewalk.scripts.paired import compare
 from cuewalk.scripts.results import evaluation_name, interval, markdown_table, table
 
-ON_ALL = (("trained", "top_k=8"), ("trained", "expand_top=4"), ("expand_top=4", "top_k=8"), ("ranker", "top_k=8"),
+ON_ALL = (("trained", "top_k=8"), ("trained", "expand_top=4"), ("expand_top=4", "unread_top=4"),
+          ("expand_top=4", "top_k=8"), ("unread_top=4", "top_k=8"), ("ranker", "top_k=8"),
           ("oracle", "stop"), ("oracle", "expand_top=4"))  # fmt: skip
 METRICS = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward")
 SHOWN = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward", "entries", "context_tokens", "inference_tokens",
          "ended_malformed", "recall_at_8_c1", "recall_at_8_c2", "recall_at_8_c3", "recall_at_8_c4")  # fmt: skip
 PAIRS = (
-    ("trained", "top_k=8"), ("trained", "expand_top=4"), ("trained", "ranker"), ("trained", "warm_start"),
+    ("trained", "top_k=8"), ("trained", "expand_top=4"), ("trained", "unread_top=4"), ("trained", "ranker"),
+    ("trained", "warm_start"), ("expand_top=4", "unread_top=4"), ("unread_top=4", "top_k=8"),
     ("trained+offset", "warm_start+offset"), ("trained+offset", "expand_top=4"), ("warm_start+offset", "expand_top=4"),
     ("pointwise", "expand_top=3"), ("pointwise+score", "expand_top=3"), ("expand_top=4", "top_k=8"),
     ("ranker", "top_k=8"), ("oracle", "trained"),

@@ -26,7 +26,7 @@ from cuewalk.env.tasks import join_tasks, select
 from cuewalk.judges import covered, evidence_recall
 from cuewalk.memory import LINK_KINDS, BuildConfig, MemoryGraph, SentenceEncoder, build_graph
 from cuewalk.memory.groups import GroupConfig, Groups, objective
-from cuewalk.memory.hierarchy import expand_while_surer, select_backbone
+from cuewalk.memory.hierarchy import select_backbone
 from cuewalk.memory.models import load_tokenizer
 from cuewalk.memory.reader import LocalReader
 from cuewalk.rl.config import load_config
@@ -34,6 +34,7 @@ from cuewalk.rl.oracle import oracle_action
 from cuewalk.rl.ranker import fit_ranker
 from cuewalk.scripts.baselines import expand_top, run_scripted
 from cuewalk.scripts.contexts import FORMS, Form, render_context
+from cuewalk.scripts.expansion import expand_while_surer
 from cuewalk.scripts.inspection import describe
 from cuewalk.scripts.measures import measure_entries
 from cuewalk.scripts.paired import compare

@@ -6,10 +6,11 @@ import numpy as np
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 from sklearn.metrics import ndcg_score
 
-from cuewalk.env import Gold, Question, Trajectory
+from cuewalk.env import Gold, Question, RetrievalEnv, Trajectory
 from cuewalk.env.records import words
 from cuewalk.judges import JudgeError, TrajectoryJudge, covered, evidence_recall, redundancy
 from cuewalk.memory import MemoryGraph
+from cuewalk.rl.reading import Reading
 
 EQUAL_ENTRIES = 8
 EQUAL_TOKENS = 300
@@ -86,6 +87,15 @@ def measure_walk(graph: MemoryGraph, trajectory: Trajectory, gold: Gold, reward:
         "complete_at_start": float(solved),
         **{f"ended_{ending}": float(trajectory.ending == ending) for ending in ("stopped", "budget", "malformed")},
     }
+
+
+def tokens_read(env: RetrievalEnv) -> int:
+    """Return the tokens that a reader took to order an environment's first candidates; 0 without one."""
+    if not isinstance(env.rank, Reading):
+        return 0
+    before = env.rank.tokens
+    env.reset()
+    return env.rank.tokens - before
 
 
 def reward_of(judge: TrajectoryJudge, walked: Trajectory, graph: MemoryGraph, gold: Gold) -> float | None:

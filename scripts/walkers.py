@@ -15,14 +15,15 @@ from cuewalk.rl.rollout import walk_greedily
 from cuewalk.rl.transcript import Chat
 from cuewalk.scripts.baselines import Scripted, run_scripted
 from cuewalk.scripts.blocks import Retrieved, entry_blocks
+from cuewalk.scripts.measures import tokens_read
 
 NO_GOLD = Gold("", (), 0)
 """What a scripted policy gets in the gold's place, unless it is the oracle."""
 
 
-def walked(graph: MemoryGraph, trajectory: Trajectory, tokens: int = 0) -> Retrieved:
-    """Return what a walk gathered, in order of entry."""
-    return Retrieved(entry_blocks(graph, trajectory.working), tokens, trajectory)
+def walked(env: RetrievalEnv, trajectory: Trajectory, tokens: int = 0) -> Retrieved:
+    """Return what a walk gathered, in order of entry; a reader's tokens are added to the policy's."""
+    return Retrieved(entry_blocks(env.graph, trajectory.working), tokens + tokens_read(env), trajectory)
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Walker:
     def __call__(self, graph: MemoryGraph, question: Question) -> Retrieved:
         """Walk to the end."""
         env = RetrievalEnv(graph, question, self.rules, rank=self.rank)
-        return walked(graph, run_scripted(self.policy, env, self.gold[question.id] if self.gold else NO_GOLD))
+        return walked(env, run_scripted(self.policy, env, self.gold[question.id] if self.gold else NO_GOLD))
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class TrainedPolicy:
         """Walk to the end; every token of the transcript counts once."""
         env = RetrievalEnv(graph, question, self.rules, rank=self.rank)
         (row,) = walk_greedily([env], self.model, self.chat, self.sampling)
-        return walked(graph, row.trajectory, len(row.prompt) + len(row.completion))
+        return walked(env, row.trajectory, len(row.prompt) + len(row.completion))
 
 
 class Said(BaseModel):
@@ -92,4 +93,4 @@ class PromptedPolicy:
             tokens += self.count(prompt) + self.count(action)
             observation = env.step(action)[0]
             lines += [data_line(action=action), *(data_line(shown=line) for line in observation.splitlines())]
-        return walked(graph, env.trajectory(), tokens)
+        return walked(env, env.trajectory(), tokens)

@@ -11,9 +11,10 @@ from cuewalk.env import EnvConfig
 from cuewalk.env.state import first_state
 from cuewalk.memory import BuildConfig, Filter, build_graph
 from cuewalk.memory.groups import GroupConfig
-from cuewalk.memory.hierarchy import cover, expand_while_surer, select_backbone
+from cuewalk.memory.hierarchy import cover, select_backbone
 from cuewalk.memory.reader import LocalReader
 from cuewalk.scripts.contexts import FORMS, render_context
+from cuewalk.scripts.expansion import expand_while_surer
 from cuewalk.scripts.measure_memory import context_sources
 
 

@@ -28,7 +28,6 @@ from cuewalk.scripts.evaluate import (
     Altered,
     Bench,
     Marked,
-    adaptive_count,
     nearest_threshold,
     no_text,
     other_question,
@@ -375,9 +374,9 @@ def bench(graph, conversation, question, gold, chat, tmp_path):
 
 def test_an_adaptive_search_takes_what_is_above_the_gap_or_the_threshold():
     scores = [0.9, 0.5, 0.85, 0.45, 0.4]  # hits come by fused rank; the largest gap is .85 to .5
-    assert adaptive_count(scores, None) == 2 + 5
-    assert [adaptive_count(scores, threshold) for threshold in (0.5, 0.86, 0.95)] == [3, 1, 1]
-    assert adaptive_count([0.3], None) == 1
+    assert baselines.adaptive_count(scores, None) == 2 + 5
+    assert [baselines.adaptive_count(scores, threshold) for threshold in (0.5, 0.86, 0.95)] == [3, 1, 1]
+    assert baselines.adaptive_count([0.3], None) == 1
 
 
 def test_the_threshold_of_an_adaptive_search_gives_eight_hits_on_validation(bench):

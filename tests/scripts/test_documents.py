@@ -3,7 +3,7 @@ from datetime import datetime
 import pytest
 
 from cuewalk.memory import BuildConfig, build_graph
-from cuewalk.memory.documents import read_document
+from cuewalk.scripts.documents import read_document
 
 TEXT = """Before any header.
 
