@@ -13,16 +13,18 @@ from tqdm import tqdm
 
 from cuewalk.env import DataError, EnvConfig, Tasks
 from cuewalk.env.render import QUESTION_WORDS, shorten
+from cuewalk.env.tasks import select
 from cuewalk.memory import Link, MemoryGraph
 from cuewalk.memory.models import cache_dir, weights_digest
 from cuewalk.memory.reader import LocalReader
-from cuewalk.rl.ranker import Ranker, first_pool
+from cuewalk.rl.ranker import Ranker, first_pool, fit_ranker
 
 READ = 12
 """So many of the ranker's best candidates are read. A pool that has no more is left to the ranker: it is of a later
 step, where few lines are shown."""
 
 CANDIDATE_WORDS = 40
+FOLDS = 4
 FITTED_ON = 200
 """Training questions that the three weights are fitted on; more changed nothing on left-out conversations."""
 
@@ -81,14 +83,22 @@ class Reading:
 def fit_reading(
     ranker: Ranker, reader: LocalReader, tasks: Tasks, graphs: Mapping[str, MemoryGraph], rules: EnvConfig
 ) -> Ranker:
-    """Return the ranker with `reading`, fitted on some training questions; a DataError if no evidence is in reach."""
+    """Return the ranker with `reading`, fitted on some training questions; a DataError if no evidence is in reach.
+
+    The ranker's own part is that of one which did not see the question's conversation: of its own training questions it
+    is too sure, and the reader's weight would be half of what left-out conversations ask for.
+    """
     reading, rows, labels = Reading(ranker, reader), [], list[bool]()
+    ids, others = list(tasks.conversations), dict[str, Ranker]()
+    for fold in range(FOLDS):
+        others |= dict.fromkeys(left_out := ids[fold::FOLDS], _without(left_out, ranker, tasks, graphs, rules))
     by_digest = sorted(tasks.questions, key=lambda question: hashlib.sha256(question.id.encode()).hexdigest())
     for question in tqdm(by_digest[:FITTED_ON], desc="reading", unit="question", disable=None):
         graph = graphs[question.conversation_id]
         working, links, held = first_pool(graph, question, tasks.gold[question.id], rules)
         if len(links) > READ:
-            best, own = reading.rows(graph, question.text, links, ranker(graph, question.text, working, links))
+            chances = others[question.conversation_id](graph, question.text, working, links)
+            best, own = reading.rows(graph, question.text, links, chances)
             rows.append(own)
             labels += [held[place] for place in best]
     if len(set(labels)) < 2:
@@ -97,3 +107,14 @@ def fit_reading(
     model = LogisticRegression(fit_intercept=False, max_iter=3000).fit(np.concatenate(rows), labels)
     a, b, c = model.coef_[0].tolist()
     return replace(ranker, reading=(a, b, c))
+
+
+def _without(
+    left_out: Sequence[str], ranker: Ranker, tasks: Tasks, graphs: Mapping[str, MemoryGraph], rules: EnvConfig
+) -> Ranker:
+    """Return a ranker that was fitted without these conversations; the given one where the others are too few."""
+    kept = [question.id for question in tasks.questions if question.conversation_id not in left_out]
+    try:
+        return fit_ranker(select(tasks, ids=kept), graphs, rules)
+    except DataError:
+        return ranker
