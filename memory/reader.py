@@ -1,5 +1,6 @@
 """A local language model that reads a context: how unsure it is of its answer, how likely it finds a given one."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,8 @@ import torch
 from transformers import DynamicCache
 
 from cuewalk.memory.models import decoder_and_head, load_language_model, load_tokenizer, run_decoder, well_formed
+
+ANSWER_TOKENS = 8
 
 
 class TooLong(ValueError):
@@ -31,24 +34,19 @@ class LocalReader:
 
     Text is encoded with special tokens switched off, whatever it holds. Prompts are plain text, without a chat
     template: so xMemory measures uncertainty, and so a base model can read too. The model is a causal one in evaluation
-    mode; uncertainty is averaged over at most `answer_tokens` greedy tokens.
+    mode; uncertainty is averaged over at most `ANSWER_TOKENS` greedy tokens.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, answer_tokens: int = 8) -> None:
+    def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.answer_tokens = answer_tokens
-        self.tokens = 0
-        """Tokens that went through the model so far."""
+        self.tokens = 0  #: That went through the model so far.
         self.limit: int = getattr(model.config, "max_position_embeddings", None) or 10**9
         self._decoder, self._head = decoder_and_head(model)
 
     @classmethod
     def from_pretrained(cls, name: str, dtype: str = "bfloat16") -> "LocalReader":
-        """Load a reader by a model's name (`smollm2-135m`), folder or hub id.
-
-        A ModelError if it can't be found or loaded.
-        """
+        """Load a reader by a model's name (`smollm2-135m`), folder or hub id; a ModelError if that can't be done."""
         return cls(load_language_model(name, dtype), load_tokenizer(name))
 
     def read(self, text: str) -> Context:
@@ -71,11 +69,11 @@ class LocalReader:
     def uncertainty(self, context: Context, text: str) -> float:
         """Return U: the mean predictive entropy, in nats, of the answer that follows context and text.
 
-        The answer is the model's own greedy one, at most `answer_tokens` long; its end counts as a token. (xMemory's
+        The answer is the model's own greedy one, at most `ANSWER_TOKENS` long; its end counts as a token. (xMemory's
         code takes the mean negative log-likelihood of the greedy tokens instead; the paper says predictive entropy.)
         The context is left as it was. A ValueError if the text holds no token.
         """
-        steps = self._greedy(context, text, self.answer_tokens)
+        steps = self._greedy(context, text, ANSWER_TOKENS)
         return sum(-(logp.exp() * logp).sum().item() for _, logp in steps) / len(steps)
 
     def answer(self, context: Context, text: str, tokens: int = 24) -> str:
@@ -88,19 +86,15 @@ class LocalReader:
 
         A ValueError if text or answer hold no token.
         """
-        return float(self._logps(context, text, answer).mean().exp())
+        return math.exp(self.log_likelihood(context, text, answer) / len(self._some(answer)))
 
     def log_likelihood(self, context: Context, text: str, answer: str) -> float:
         """Return log P(answer | context, text), in nats; errors as of `likelihood`."""
-        return float(self._logps(context, text, answer).sum())
-
-    def _logps(self, context: Context, text: str, answer: str) -> torch.Tensor:
-        """Return the log-probability of each of an answer's tokens, (n,)."""
         length = context.length
         before, after = self._some(text), self._some(answer)
         logp = self._feed(context, [*before, *after[:-1]], len(after)).log_softmax(-1)
         self.forget(context, length)
-        return logp.gather(-1, torch.tensor(after, device=logp.device)[:, None])[:, 0]
+        return float(logp.gather(-1, torch.tensor(after, device=logp.device)[:, None]).sum())
 
     def _greedy(self, context: Context, text: str, tokens: int) -> list[tuple[int, torch.Tensor]]:
         """Return the greedy tokens after context and text, each with the log-probabilities it was chosen by."""

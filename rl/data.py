@@ -34,10 +34,7 @@ class Memories:
 
 
 def rank_of(config: Config, run: Path) -> Rank | None:
-    """Return what orders the candidates: a run's ranker, alone or with a reader; None where the rules want neither.
-
-    A DataError without a ranker, or one that no reader was fitted to; a ModelError where the reader can't be loaded.
-    """
+    """Return what orders the candidates: a run's ranker, alone or with a reader; a DataError where they are missing."""
     if config.env.order == "search":
         return None
     ranker = Ranker.load(run / "ranker.json")

@@ -159,8 +159,7 @@ class Retriever:
         Args:
             path: A directory that `cuewalk export` wrote, or a hub id such as `owner/name`.
             base: Name or path of the base model, where it is not to be had under its own name here.
-            server: Address of `vllm serve PATH/merged --served-model-name cuewalk`; no weights are loaded here then,
-                but the base's where `env.order` is `reader`.
+            server: Address of `vllm serve PATH/merged --served-model-name cuewalk`; here a reader alone is loaded.
             timeout: As the field; and seconds that a server may take for one request, which is tried three times.
             fallback: As the field; search gives as many entries as a walk may gather.
             order_only: As the field; what `env.order` is worth by itself. No server is asked then.

@@ -39,7 +39,7 @@ class Ranker:
     kinds: tuple[str, ...]  #: Link kinds that are features: 1 where some entry of W reaches the candidate so.
     weights: tuple[float, ...]  #: One a feature, `FEATURES` and then `kinds`.
     bias: float
-    reading: tuple[float, float, float] | None = None  #: How a reader changes its chances: see `rl/reading.py`.
+    reading: tuple[float, ...] | None = None  #: How a reader changes its chances: see `rl/reading.py`.
 
     def __call__(
         self, graph: MemoryGraph, query: str, working: Sequence[str], links: Sequence[Link]

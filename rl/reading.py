@@ -20,13 +20,11 @@ from cuewalk.memory.reader import LocalReader
 from cuewalk.rl.ranker import Ranker, first_pool, fit_ranker
 
 READ = 12
-"""So many of the ranker's best candidates are read. A pool that has no more is left to the ranker: it is of a later
-step, where few lines are shown."""
-
+"""So many of the ranker's best candidates are read; a smaller pool, as those of later steps, is left to the ranker."""
 CANDIDATE_WORDS = 40
 FOLDS = 4
 FITTED_ON = 200
-"""Training questions that the three weights are fitted on; more changed nothing on left-out conversations."""
+"""Training questions that the weights are fitted on; more changed nothing on left-out conversations."""
 
 
 @dataclass
@@ -45,8 +43,7 @@ class Reading:
 
     def __post_init__(self) -> None:
         self.digest = weights_digest(self.reader.model)
-        # JSONDisk: no pickle is ever read from the folder.
-        self._cache = diskcache.Cache(str(cache_dir() / "likelihoods"), disk=diskcache.JSONDisk)
+        self._cache = diskcache.Cache(str(cache_dir() / "likelihoods"), disk=diskcache.JSONDisk)  # never a pickle
 
     def __call__(
         self, graph: MemoryGraph, query: str, working: Sequence[str], links: Sequence[Link]
@@ -70,7 +67,7 @@ class Reading:
     def _likelihood(self, graph: MemoryGraph, query: str, entry_id: str) -> float:
         entry = graph.entries[entry_id]
         read = f"{shorten(f'{entry.speaker}: {entry.value}', CANDIDATE_WORDS)}\nQuestion:"
-        asked = f" {shorten(query, QUESTION_WORDS)}"
+        asked = " " + shorten(query, QUESTION_WORDS)
         key = hashlib.sha256(repr((self.digest, read, asked)).encode("utf-8", "surrogatepass")).hexdigest()
         if (known := self._cache.get(key)) is None:
             before = self.reader.tokens
@@ -85,13 +82,17 @@ def fit_reading(
 ) -> Ranker:
     """Return the ranker with `reading`, fitted on some training questions; a DataError if no evidence is in reach.
 
-    The ranker's own part is that of one which did not see the question's conversation: of its own training questions it
-    is too sure, and the reader's weight would be half of what left-out conversations ask for.
+    Beside the reader stand rankers that did not see the conversation asked: of its own the given one is too sure.
     """
     reading, rows, labels = Reading(ranker, reader), [], list[bool]()
     ids, others = list(tasks.conversations), dict[str, Ranker]()
     for fold in range(FOLDS):
-        others |= dict.fromkeys(left_out := ids[fold::FOLDS], _without(left_out, ranker, tasks, graphs, rules))
+        left_out = ids[fold::FOLDS]
+        kept = [question.id for question in tasks.questions if question.conversation_id not in left_out]
+        try:
+            others |= dict.fromkeys(left_out, fit_ranker(select(tasks, ids=kept), graphs, rules))
+        except DataError:  # too few of them
+            others |= dict.fromkeys(left_out, ranker)
     by_digest = sorted(tasks.questions, key=lambda question: hashlib.sha256(question.id.encode()).hexdigest())
     for question in tqdm(by_digest[:FITTED_ON], desc="reading", unit="question", disable=None):
         graph = graphs[question.conversation_id]
@@ -104,17 +105,5 @@ def fit_reading(
     if len(set(labels)) < 2:
         raise DataError(f"env.order = reader needs first lists of more than {READ} candidates, some with evidence and "
                         f"some without; got {len(labels)} of one kind: take ranker")  # fmt: skip
-    model = LogisticRegression(fit_intercept=False, max_iter=3000).fit(np.concatenate(rows), labels)
-    a, b, c = model.coef_[0].tolist()
-    return replace(ranker, reading=(a, b, c))
-
-
-def _without(
-    left_out: Sequence[str], ranker: Ranker, tasks: Tasks, graphs: Mapping[str, MemoryGraph], rules: EnvConfig
-) -> Ranker:
-    """Return a ranker that was fitted without these conversations; the given one where the others are too few."""
-    kept = [question.id for question in tasks.questions if question.conversation_id not in left_out]
-    try:
-        return fit_ranker(select(tasks, ids=kept), graphs, rules)
-    except DataError:
-        return ranker
+    weights = LogisticRegression(fit_intercept=False, max_iter=3000).fit(np.concatenate(rows), labels).coef_[0]
+    return replace(ranker, reading=tuple(weights.tolist()))

@@ -121,11 +121,13 @@ def test_entries_of_one_segment_stand_together_and_a_summary_is_used(graph):
     assert text.index(f"- {graph.entries['e1'].value}") < text.index("about s3")
 
 
-@pytest.fixture(scope="module")
-def reader(tiny_model):
+@pytest.fixture
+def reader(tiny_model, monkeypatch):
+    from cuewalk.memory import reader as module
     from cuewalk.memory.models import load_language_model, load_tokenizer
 
-    return LocalReader(load_language_model(str(tiny_model), "float32"), load_tokenizer(str(tiny_model)), 3)
+    monkeypatch.setattr(module, "ANSWER_TOKENS", 3)
+    return LocalReader(load_language_model(str(tiny_model), "float32"), load_tokenizer(str(tiny_model)))
 
 
 def test_the_reader_agrees_with_the_plain_model_and_leaves_the_context_alone(reader):
@@ -144,6 +146,7 @@ def test_the_reader_agrees_with_the_plain_model_and_leaves_the_context_alone(rea
     n = len(reader._ids(" away now"))
     expected = np.mean([logp[len(whole) - n + i - 1, whole[len(whole) - n + i]].item() for i in range(n)])
     assert np.log(reader.likelihood(context, " ran?", " away now")) == pytest.approx(expected, abs=1e-4)
+    assert reader.log_likelihood(context, " ran?", " away now") == pytest.approx(n * expected, abs=1e-4)
 
 
 def test_the_reader_counts_each_token_once_and_reads_no_special_token(reader):
