@@ -3,17 +3,15 @@
     CUEWALK_DATA=path/to/data python scripts/measure_memory.py [--out docs/results/memory] [--only links,context]
 
 Choices are made on the conversations 26, 30, 41, 43, 47 (`dev`); 42, 44, 48, 49, 50 (`test`) are reported apart.
-Sections: sizes, links, refining, picks, context, evidence, ablations. Those not in --only stay as the file has them.
+Sections: sizes, links, refining, context, evidence, ablations. Those not in --only stay as the file has them.
 """
 
 import os
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,14 +27,11 @@ from cuewalk.memory.groups import GroupConfig, Groups, objective
 from cuewalk.memory.hierarchy import select_backbone
 from cuewalk.memory.models import load_tokenizer
 from cuewalk.memory.reader import LocalReader
-from cuewalk.rl.config import load_config
 from cuewalk.rl.oracle import oracle_action
-from cuewalk.rl.ranker import fit_ranker
-from cuewalk.scripts.baselines import expand_top, run_scripted
+from cuewalk.scripts.baselines import run_scripted
 from cuewalk.scripts.contexts import FORMS, Form, render_context
 from cuewalk.scripts.expansion import expand_while_surer
 from cuewalk.scripts.inspection import describe
-from cuewalk.scripts.measures import measure_entries
 from cuewalk.scripts.paired import compare
 from cuewalk.scripts.results import made_by, measure, table
 
@@ -385,33 +380,6 @@ def ablations() -> list[dict[str, Any]]:
     return rows
 
 
-def picks() -> list[dict[str, Any]]:
-    """A first search of k entries, then so many candidates in a ranker's order, unread; by k and count.
-
-    On the dev conversations, each with a ranker that was trained on the others; the frontier is that of the recipe.
-    """
-    recipe = load_config(Path(__file__).parents[1] / "configs" / "locomo_cpu.yaml")
-    tasks, graphs, rows = load("dev"), build("dev", BuildConfig()), []
-    names = ("recall_at_8", "recall_at_300t", "evidence_recall", "context_tokens")
-    for k in (3, 4, 5):
-        rules, found = replace(recipe.env, k=k), defaultdict(list)
-        for left_out, graph in graphs.items():
-            others = [q.id for q in tasks.questions if q.conversation_id != left_out]
-            ranker = fit_ranker(select(tasks, ids=others, clean=True), graphs, rules)
-            for question in (q for q in tasks.questions if q.conversation_id == left_out):
-                gold = tasks.gold[question.id]
-                walked = run_scripted(expand_top(rules.budget), RetrievalEnv(graph, question, rules, rank=ranker), gold)
-                for count in range(rules.budget + 1):
-                    entries = walked.working[: k + count]
-                    measured = measure_entries(graph, question, gold, entries, tokens, recipe.judge.similarity)
-                    found[count].append([measured[name] for name in names])
-        means = {count: np.array(values).mean(axis=0) for count, values in found.items()}
-        for count, own in means.items():
-            earned = float(own[2] - means[0][2]) - recipe.judge.price * count
-            rows.append({"k": k, "picks": count, **dict(zip(names, map(float, own), strict=True)), "reward": earned})
-    return rows
-
-
 def _backbone(graph: MemoryGraph, question: Question, k: int) -> list[str]:
     found = [link.entry for link in select_backbone(graph, question.text, k)]
     return found + [h.entry for h in graph.search(question.text, max(1, k - len(found)), found)][: k - len(found)]
@@ -452,12 +420,6 @@ def markdown(result: dict[str, Any]) -> str:
                   "lines; `each`: mean share of the anchors that do.",
                   table(result["refining"], ("split", "new_lines", "n", "incomplete", "out_of_reach", "anchors", "some",
                                              "each"))]  # fmt: skip
-    if "picks" in result:
-        parts += ["## First search and picks", "A first search of k entries, then so many candidates in the order of a "
-                  "ranker that was trained on the other conversations, taken unread (dev; the frontier of "
-                  "configs/locomo_cpu.yaml). `reward` is what the picks earn at the default price.",
-                  table(result["picks"], ("k", "picks", "recall_at_8", "recall_at_300t", "evidence_recall",
-                                          "context_tokens", "reward"))]  # fmt: skip
     if "context" in result:
         parts += ["## Context forms", "The first search's five entries, shown in four ways (Memora's ablation).",
                   table(result["context"], ("form", "split", "k", "evidence", "tokens"))]  # fmt: skip
@@ -492,5 +454,5 @@ def head() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    functions = (sizes, links, refining, picks, context, evidence, ablations)
+    functions = (sizes, links, refining, context, evidence, ablations)
     measure(__doc__, "memory", {function.__name__: function for function in functions}, head, markdown)
