@@ -87,10 +87,10 @@ class EvaluationConfig:
     """What is measured."""
 
     part: Literal["val", "test"] = "test"  #: `val` or `test`. Tune on val; look at test once a reported result.
-    #: Rows with a model: `all`, `test_200` (a published list of LoCoMo's), or the first n by the digest of their ids.
+    #: Rows with a model, and their questions: `all`, `test_200` (a list of LoCoMo's), or the first n by their digests.
+    policies: tuple[Literal["untrained", "warm_start", "trained"], ...] = ("untrained", "warm_start", "trained")
     model_questions: PositiveInt | Literal["all", "test_200"] = "all"
     batch: PositiveInt = 16  #: Questions walked in lockstep.
-    untrained: bool = True  #: Measure the base model too: much of an evaluation's time, and the same for every run.
     controls: bool = True  #: The warm start walks validation blind, and with another question, too.
 
 

@@ -329,12 +329,12 @@ def evaluate(config: Config) -> dict[str, Any]:
     measured = [row for name, retrieve in retrievers.items() for row in bench.measure(name, part.questions, retrieve)]
     asked = model_questions(config, part)
     base = partial(load_language_model, config.model, config.dtype)
-    for name in ("untrained", "untrained_grammar") if config.evaluation.untrained else ():
+    for name in ("untrained", "untrained_grammar") if "untrained" in config.evaluation.policies else ():
         serve = partial(bench.serve, base(), name == "untrained_grammar")
         measured += bench.measure(name, asked, serve, config.evaluation.batch)
     more: dict[str, list[dict[str, Any]]] = {"curves": [], "stopping": [], "controls": [], "reading": []}
     for name in ("warm_start", "trained"):
-        if (run / name / "adapter_config.json").exists():
+        if name in config.evaluation.policies and (run / name / "adapter_config.json").exists():
             rows, found = measure_adapter(bench, replace(bench, tasks=val), name, asked)
             measured += rows
             more = {key: [*known, *(row for row in found[key] if row not in known)] for key, known in more.items()}

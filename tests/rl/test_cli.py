@@ -189,8 +189,8 @@ def test_evaluating_nothing_says_to_train(tmp_path, tiny_model, capsys):
 @pytest.mark.slow
 def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     """`accelerate launch`, then evaluate and export, each in its own process; the tiny model learns nothing."""
-    path = write(tmp_path, tiny_model)
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    path = write(tmp_path, tiny_model, env=SMALL["env"] | {"order": "reader"})
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "CUEWALK_CACHE": str(tmp_path / "cache")}
     run = lambda *command: subprocess.run(  # noqa: E731
         [sys.executable, "-m", *command],
         check=True,
@@ -219,7 +219,7 @@ def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     }
     assert policies == walked | {f"top_k={k}" for k in (5, 8, 10, 20)} | {
         "untrained", "untrained_grammar", "warm_start", "warm_start+offset", "trained", "trained+offset",
-        "adaptive_k=gap", "adaptive_k=threshold", "pointwise",  # candidates in search order show no chance to add
+        "adaptive_k=gap", "adaptive_k=threshold", "pointwise", "pointwise+score", "unread_top=3", "unread_top=4",
     }  # fmt: skip
     assert [curve["policy"] for curve in result["curves"]] == ["warm_start", "trained"]
     assert [row["policy"] for row in result["stopping"]] == ["top_score", "warm_start", "trained"]
@@ -229,6 +229,7 @@ def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     assert asked["top_k=5"]["reward"] is None and asked["stop"]["reward"] == 0.0
     assert asked["oracle"]["evidence_recall"] >= asked["stop"]["evidence_recall"]
     assert asked["untrained_grammar"]["ended_malformed"] == 0.0
+    assert asked["expand_top=3"]["inference_tokens"] > 100 > asked["unread_top=3"]["inference_tokens"] == 0
     assert {"name", "command", "commit", "seeds", "versions", "data", "rows", "comparisons"} <= set(result)
     for name in ("evaluation.md", "evaluation_entries.png", "evaluation_learning.png"):
         assert (tmp_path / "run" / name).stat().st_size > 100 and name in printed
@@ -240,8 +241,16 @@ def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     assert [again[key] for key in ("curves", "stopping", "controls")] == [
         result[key] for key in ("curves", "stopping", "controls")
     ]
+    run("cuewalk.scripts.cli", "evaluate", "--config", str(path), "evaluation.policies=[trained]")
+    alone = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert policies - {row["policy"] for row in alone["rows"]} == {
+        "untrained", "untrained_grammar", "warm_start", "warm_start+offset", "pointwise", "pointwise+score",
+    }  # fmt: skip
     run("cuewalk.scripts.cli", "export", str(tmp_path / "run"), str(tmp_path / "policy"))
     assert (tmp_path / "policy" / "policy.json").exists()
+    memory = next((tmp_path / "memory").iterdir())
+    told = run("cuewalk.scripts.cli", "retrieve", str(tmp_path / "policy"), str(memory), "Where?", "--order-only")
+    assert "Ended: budget" in told.stdout
 
 
 @pytest.mark.slow
