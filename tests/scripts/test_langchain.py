@@ -10,7 +10,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.runnables import RunnableLambda
 
 from cuewalk.rl import Retriever
-from cuewalk.scripts.langchain import CuewalkRetriever
+from cuewalk.scripts.langchain_retriever import CuewalkRetriever
 
 ASKED = "When did the dog come back?"
 pytestmark = pytest.mark.extras
