@@ -33,7 +33,7 @@ class Memories:
         return RetrievalEnv(self.graphs[question.conversation_id], question, rules or self.rules, rank=self.rank)
 
 
-def rank_of(config: Config, run: Path) -> Rank | None:
+def rank_of(config: Config, run: Path) -> Ranker | Reading | None:
     """Return what orders the candidates: a run's ranker, alone or with a reader; a DataError where they are missing."""
     if config.env.order == "search":
         return None

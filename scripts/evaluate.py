@@ -36,7 +36,7 @@ from cuewalk.scripts import baselines
 from cuewalk.scripts.baselines import THRESHOLDS, expand_likely, searching_oracle
 from cuewalk.scripts.curve import OFFSETS, Record, Served, choose_offset, cut, record, stopping
 from cuewalk.scripts.grammar import lawful
-from cuewalk.scripts.measures import EQUAL_ENTRIES, measure_entries, measure_walk, reward_of, tokens_read
+from cuewalk.scripts.measures import EQUAL_ENTRIES, Remembered, measure_entries, measure_walk, reward_of, tokens_read
 from cuewalk.scripts.paired import compare
 from cuewalk.scripts.results import read_metrics
 
@@ -267,7 +267,7 @@ class Bench:
                     if isinstance(found, Trajectory):
                         paid = self.reward(found)
                         measures |= measure_walk(graph, found, gold, paid) | {"judge_failed": float(paid is None)}
-                        tokens += 0 if policy.startswith("unread") else tokens_read(self.memories.env(question))
+                        tokens += tokens_read(self.memories.env(question))
                     measures |= {"inference_tokens": float(tokens), "seconds": seconds if timed else None}
                     rows += [(policy, question.id, name, value) for name, value in measures.items()]
                 bar.update(len(asked))
@@ -300,7 +300,8 @@ def evaluate(config: Config) -> dict[str, Any]:
     if not part.questions or not val.questions:
         raise DataError("no held-out question has gold evidence; the `evidence` judge can't score any")
     graphs = load_graphs(config, {**part.conversations, **val.conversations}, SentenceEncoder(config.encoder))
-    memories = Memories(graphs, config.env, rank_of(config, run))
+    rank = rank_of(config, run)
+    memories = Memories(graphs, config.env, rank and Remembered(rank))
     bench = Bench(config, part, memories, TrajectoryJudge(config.judge), Chat(load_tokenizer(config.model)))
     scripted: dict[str, baselines.Scripted] = {
         "stop": baselines.expand_top(0),
@@ -315,18 +316,18 @@ def evaluate(config: Config) -> dict[str, Any]:
     if (run / "ranker.json").exists():  # where there was something to learn
         ranker = Ranker.load(run / "ranker.json")
         scripted["ranker"] = expand_likely(ranker, choose_threshold(ranker, val, memories, bench.judge))
-    unread: dict[str, Callable[..., list[Found]]] = {}
-    if config.env.order == "reader":  # what the reader is worth
-        alone = replace(bench, memories=Memories(graphs, replace(config.env, order="ranker"), ranker))
-        unread = {f"unread_top={count}": partial(alone.walk, baselines.expand_top(count)) for count in (3, 4)}
     retrievers: dict[str, Callable[..., list[Found]]] = {
         **{f"top_k={k}": partial(bench.search, k) for k in TOP_K},
         "adaptive_k=gap": partial(bench.search_adaptively, None),
         "adaptive_k=threshold": partial(bench.search_adaptively, nearest_threshold(replace(bench, tasks=val))),
         **{name: partial(bench.walk, policy) for name, policy in scripted.items()},
-        **unread,
     }
     measured = [row for name, retrieve in retrievers.items() for row in bench.measure(name, part.questions, retrieve)]
+    if config.env.order == "reader":  # what the reader is worth
+        alone = replace(bench, memories=Memories(graphs, replace(config.env, order="ranker"), Remembered(ranker)))
+        for count in (3, 4):
+            taken = partial(alone.walk, baselines.expand_top(count))
+            measured += alone.measure(f"unread_top={count}", part.questions, taken)
     asked = model_questions(config, part)
     base = partial(load_language_model, config.model, config.dtype)
     for name in ("untrained", "untrained_grammar") if "untrained" in config.evaluation.policies else ():

@@ -1,15 +1,18 @@
 """What is measured of one question's retrieved entries, for every policy and retriever alike."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 from sklearn.metrics import ndcg_score
 
-from cuewalk.env import Gold, Question, RetrievalEnv, Trajectory
+from cuewalk.env import Gold, Question, Rank, RetrievalEnv, Trajectory
 from cuewalk.env.records import words
 from cuewalk.judges import JudgeError, TrajectoryJudge, covered, evidence_recall, redundancy
-from cuewalk.memory import MemoryGraph
+from cuewalk.memory import Link, MemoryGraph
+from cuewalk.rl.ranker import Ranker
 from cuewalk.rl.reading import Reading
 
 EQUAL_ENTRIES = 8
@@ -89,13 +92,37 @@ def measure_walk(graph: MemoryGraph, trajectory: Trajectory, gold: Gold, reward:
     }
 
 
+class Remembered:
+    """A rank that is asked once for each state: all policies of an evaluation begin in the same one."""
+
+    def __init__(self, rank: Ranker | Reading) -> None:
+        self.rank = rank
+        self.tokens = 0  #: That a reader took, counted again whenever its order is.
+        self._known: dict[tuple[Any, ...], tuple[npt.NDArray[np.float64], int]] = {}
+
+    def __call__(
+        self, graph: MemoryGraph, query: str, working: Sequence[str], links: Sequence[Link]
+    ) -> npt.NDArray[np.float64]:
+        """Return each candidate's chance, (len(links),)."""
+        key = (graph.conversation.id, graph.digest, query, *working, "", *(link.entry for link in links))
+        if key not in self._known:
+            before = _tokens(self.rank)
+            chances = self.rank(graph, query, working, links)
+            self._known[key] = chances, _tokens(self.rank) - before
+        chances, read = self._known[key]
+        self.tokens += read
+        return chances.copy()
+
+
 def tokens_read(env: RetrievalEnv) -> int:
     """Return the tokens that a reader took to order an environment's first candidates; 0 without one."""
-    if not isinstance(env.rank, Reading):
-        return 0
-    before = env.rank.tokens
+    before = _tokens(env.rank)
     env.reset()
-    return env.rank.tokens - before
+    return _tokens(env.rank) - before
+
+
+def _tokens(rank: Rank | None) -> int:
+    return rank.tokens if isinstance(rank, Reading | Remembered) else 0
 
 
 def reward_of(judge: TrajectoryJudge, walked: Trajectory, graph: MemoryGraph, gold: Gold) -> float | None:

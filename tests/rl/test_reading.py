@@ -14,7 +14,7 @@ from cuewalk.rl.config import parse_config
 from cuewalk.rl.data import rank_of
 from cuewalk.rl.ranker import FEATURES, Ranker
 from cuewalk.rl.reading import Reading, fit_reading
-from cuewalk.scripts.measures import tokens_read
+from cuewalk.scripts.measures import Remembered, tokens_read
 from tests.conftest import at
 
 RULES = EnvConfig(k=1, budget=2, frontier_cap=3, new_lines=1, order="reader")
@@ -77,6 +77,19 @@ def test_what_was_read_is_kept_and_its_tokens_are_told_again(graph):
     other = Scripted("nothing")
     other.model = torch.nn.Linear(1, 1)
     assert Reading(ranker, other)(graph, "dog", ["e0"], links).tolist() != first(graph, "dog", ["e0"], links).tolist()
+
+
+def test_an_evaluation_asks_a_rank_once_for_each_state_and_counts_its_tokens_each_time(graph):
+    read = Reading(replace(FLAT, reading=(1.0, 0.3, -1.0)), Scripted("garden"))
+    known = Remembered(read)
+    question = Question("q", "toy", "dog")
+    envs = [RetrievalEnv(graph, question, RULES, rank=rank) for rank in (read, known, known)]
+    assert [tokens_read(env) for env in envs] == [30, 30, 30] and read.tokens == 60
+    assert envs[0].state.frontier == envs[1].state.frontier == envs[2].state.frontier
+    links = graph.frontier("dog", ["e0"], {"e0"}, RULES.links, 5)
+    known(graph, "dog", ["e0"], links)[0] = 9.0  # a caller may change what it was given
+    assert known(graph, "dog", ["e0"], links).tolist() == read(graph, "dog", ["e0"], links).tolist()
+    assert known(graph, "dog", ["e0"], links[:4]).shape == (4,) and known(graph, "piano", ["e0"], links).shape == (5,)
 
 
 def test_its_weights_are_fitted_on_who_holds_evidence(graph, conversation):
