@@ -42,8 +42,7 @@ class EnvConfig:
     price: NonNegativeFloat | None = None
     frontier_cap: NonNegativeInt = 24  #: Candidates shown at the start, |F_0|.
     new_lines: NonNegativeInt = 4  #: Candidates added by one later step at most.
-    #: What comes first among candidates: `search` (rankings fused), `ranker` (learnt from the training questions), or
-    #: `reader` (the ranker's best, read by the base model).
+    #: What comes first: `search` (ranks fused), `ranker` (learnt in training) or `reader` (its best, read by a model).
     order: Literal["search", "ranker", "reader"] = "search"
     #: Link kinds that make candidates (`search` alone is the control `next_hits`); the default reached most in trials.
     links: tuple[str, ...] = ("segment", "adjacent", "anchor", "similar", "search")

@@ -8,8 +8,7 @@ from cuewalk.memory.graph import Link, MemoryGraph
 from cuewalk.memory.groups import neighbours
 from cuewalk.memory.index import best
 
-POOL = 10
-GROUPS = 5
+POOL, GROUPS = 10, 5
 """Nearest groups that open the pool, and groups chosen from it (the released code's budget)."""
 
 

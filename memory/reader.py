@@ -9,8 +9,6 @@ from transformers import DynamicCache
 
 from cuewalk.memory.models import decoder_and_head, load_language_model, load_tokenizer, run_decoder, well_formed
 
-ANSWER_TOKENS = 8
-
 
 class TooLong(ValueError):
     """Raised when a text is longer than the model can read."""
@@ -33,9 +31,11 @@ class LocalReader:
     """Reads a context once and asks several things of it; each token goes through the model once.
 
     Text is encoded with special tokens switched off, whatever it holds. Prompts are plain text, without a chat
-    template: so xMemory measures uncertainty, and so a base model can read too. The model is a causal one in evaluation
-    mode; uncertainty is averaged over at most `ANSWER_TOKENS` greedy tokens.
+    template: so xMemory measures uncertainty, and so a base model can read too. Uncertainty is
+    averaged over at most `answer_tokens` greedy tokens.
     """
+
+    answer_tokens = 8
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model = model
@@ -69,11 +69,11 @@ class LocalReader:
     def uncertainty(self, context: Context, text: str) -> float:
         """Return U: the mean predictive entropy, in nats, of the answer that follows context and text.
 
-        The answer is the model's own greedy one, at most `ANSWER_TOKENS` long; its end counts as a token. (xMemory's
+        The answer is the model's own greedy one, at most `answer_tokens` long; its end counts as a token. (xMemory's
         code takes the mean negative log-likelihood of the greedy tokens instead; the paper says predictive entropy.)
         The context is left as it was. A ValueError if the text holds no token.
         """
-        steps = self._greedy(context, text, ANSWER_TOKENS)
+        steps = self._greedy(context, text, self.answer_tokens)
         return sum(-(logp.exp() * logp).sum().item() for _, logp in steps) / len(steps)
 
     def answer(self, context: Context, text: str, tokens: int = 24) -> str:

@@ -41,7 +41,7 @@ def rank_of(config: Config, run: Path) -> Ranker | Reading | None:
     if config.env.order == "ranker":
         return ranker
     if ranker.reading is None:
-        raise DataError(f"the ranker in {run} was trained without a reader; train again, or take env.order = ranker")
+        raise DataError(f"the ranker in {run} has no reader; train again, or take order = ranker in another run_dir")
     return Reading(ranker, LocalReader.from_pretrained(config.model, config.dtype))
 
 

@@ -20,12 +20,14 @@ from cuewalk.memory.models import load_language_model, load_tokenizer, weights_d
 from cuewalk.rl.config import Config, config_tree, parse_config
 from cuewalk.rl.data import rank_of
 from cuewalk.rl.ranker import Ranker
+from cuewalk.rl.reading import Reading
 from cuewalk.rl.rollout import walk, walk_greedily
 from cuewalk.rl.scoring import score_plainly
 from cuewalk.rl.transcript import Chat, TranscriptError
 from cuewalk.rl.vllm_sampler import TOLERANCE, SamplerError, Server, VLLMSampler
 
 GRAMMAR = "1"
+UNUSED: dict[str, Any] = {"evaluation": {}, "compare": {}}  # by a policy: those of older versions had other keys
 
 
 class ExportError(ValueError):
@@ -47,7 +49,7 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
         raise ExportError(f"{out} is not empty; nothing was overwritten. Choose a new directory")
     from peft import PeftModel
 
-    config = parse_config(json.loads((run / "config.json").read_text(encoding="utf-8"))["config"])
+    config = parse_config(json.loads((run / "config.json").read_text(encoding="utf-8"))["config"] | UNUSED)
     ranker = None if config.env.order == "search" else Ranker.load(run / "ranker.json")
     tokenizer = load_tokenizer(config.model)
     base = load_language_model(config.model, config.dtype, device="cpu")
@@ -135,7 +137,7 @@ class Retriever:
     timeout: float = 60.0  #: Seconds that a call waits for the model while other threads use it.
     #: `search`: where a walk can't be finished, plain search answers, and the result says why. None: that is an error.
     fallback: Literal["search"] | None = None
-    order_only: bool = False  #: Nothing is asked of a model: the best candidates are taken until the budget is spent.
+    order_only: bool = False  #: Nothing is asked of the policy: the best candidates are taken, to the budget's end.
     _lock: Any = field(default_factory=Lock, repr=False, compare=False)
 
     @classmethod
@@ -182,10 +184,12 @@ class Retriever:
                     f"{path} speaks {key} {theirs[key]!r}, this version of cuewalk {ours!r}; use the version that "
                     f"exported it, or train again"
                 )
-        config = parse_config(tree)
+        config = parse_config(tree | UNUSED)
         rank = rank_of(replace(config, model=base or name), path)
+        if isinstance(rank, Reading) and rank.digest != digest:
+            raise ExportError(f"{path} was trained on other weights than {base or name!r} has here; pass base=")
         if order_only:
-            return cls(None, None, config, rank, order_only=True)
+            return cls(None, None, config, rank, None, timeout, fallback, order_only=True)
         chat = Chat(load_tokenizer(str(path / "adapter")))
         if server is not None:
             asked = _checked(server, timeout, path, policy.get("probe"), config)

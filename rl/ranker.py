@@ -26,6 +26,7 @@ FEATURES = (
 )  # fmt: skip
 DAYS = "(mon|tues|wednes|thurs|fri|satur|sun|yester|to)day|tomorrow|last|next|ago|since|(week|month|year)s?"
 TELLS_WHEN = re.compile(rf"\b({DAYS}|{'|'.join(MONTHS)})\b", re.IGNORECASE)
+Pool = tuple[tuple[str, ...], list[Link], list[bool]]
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class Ranker:
             if tuple(tree.pop("features")) == FEATURES:
                 reading = tree.get("reading")
                 return cls(tuple(tree["kinds"]), tuple(tree["weights"]), tree["bias"], reading and tuple(reading))
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"no ranker in {path} ({error}); env.order = ranker needs one: train first") from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"no ranker in {path} ({error}); env.order needs one: train first") from error
         raise DataError(f"the ranker in {path} was trained on other features than this version of cuewalk has")
 
 
@@ -85,9 +86,7 @@ def fit_ranker(tasks: Tasks, graphs: Mapping[str, MemoryGraph], rules: EnvConfig
     return Ranker(kinds, tuple(weights.tolist()), float(model.intercept_[0] - weights @ scaler.mean_))
 
 
-def first_pool(
-    graph: MemoryGraph, question: Question, gold: Gold, rules: EnvConfig
-) -> tuple[tuple[str, ...], list[Link], list[bool]]:
+def first_pool(graph: MemoryGraph, question: Question, gold: Gold, rules: EnvConfig) -> Pool:
     """Return what the first search found, all that a rank chooses the first lines from, and which of it is evidence."""
     working = first_state(graph, question.text, replace(rules, order="search")).working
     links = graph.frontier(question.text, working, set(working), rules.links, POOL * rules.frontier_cap)

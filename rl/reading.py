@@ -3,6 +3,8 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import Any
 
 import diskcache
 import numpy as np
@@ -14,32 +16,29 @@ from tqdm import tqdm
 from cuewalk.env import DataError, EnvConfig, Tasks
 from cuewalk.env.render import QUESTION_WORDS, shorten
 from cuewalk.env.tasks import select
-from cuewalk.memory import Link, MemoryGraph
+from cuewalk.memory import Entry, Link, MemoryGraph
 from cuewalk.memory.models import cache_dir, weights_digest
 from cuewalk.memory.reader import LocalReader
 from cuewalk.rl.ranker import Ranker, first_pool, fit_ranker
 
-READ = 12
-"""So many of the ranker's best candidates are read; a smaller pool, as those of later steps, is left to the ranker."""
-CANDIDATE_WORDS = 40
-FOLDS = 4
-FITTED_ON = 200
-"""Training questions that the weights are fitted on; more changed nothing on left-out conversations."""
+READ, CANDIDATE_WORDS = 12, 40
+"""So many of the ranker's best candidates are read; a smaller pool (of later steps, with few lines) is left to it."""
+FOLDS, FITTED_ON = 4, 200  # of training conversations; training questions for the weights: more of them changed nothing
 
 
 @dataclass
 class Reading:
-    """A ranker whose best candidates a language model has read: a rank of the environment, as the ranker itself.
+    """A ranker whose best candidates the base model has read: a rank of the environment, as the ranker itself.
 
     The log odds of evidence are a · the ranker's + b · (log P(question | candidate) - its mean over those read) + c
-    (query likelihood: Ponte and Croft, 1998), with (a, b, c) from `ranker.reading`. The model is as it came, without
-    an adapter. What it said is kept on disk, by its weights and the texts.
+    (query likelihood: Ponte and Croft, 1998), with (a, b, c) from `ranker.reading`. What it said is kept on disk.
     """
 
     ranker: Ranker
     reader: LocalReader = field(repr=False)
     tokens: int = field(default=0, repr=False)  #: What was read so far, that from the disk too.
     digest: str = field(init=False)  #: Of the reader's weights.
+    _lock: Any = field(default_factory=Lock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.digest = weights_digest(self.reader.model)
@@ -60,20 +59,21 @@ class Reading:
     ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
         """Return the places of the best candidates, (n,), and what is known of them, (n, 3): the columns of a, b, c."""
         best = np.argsort(-chances, kind="stable")[:READ]
-        said = np.array([self._likelihood(graph, query, links[place].entry) for place in best])
+        said = np.array([self._likelihood(graph.entries[links[place].entry], query) for place in best])
         odds = logit(np.clip(chances[best], 1e-6, 1 - 1e-6))
         return best, np.column_stack([odds, said - said.mean(), np.ones(len(best))])
 
-    def _likelihood(self, graph: MemoryGraph, query: str, entry_id: str) -> float:
-        entry = graph.entries[entry_id]
+    def _likelihood(self, entry: Entry, query: str) -> float:
         read = f"{shorten(f'{entry.speaker}: {entry.value}', CANDIDATE_WORDS)}\nQuestion:"
         asked = " " + shorten(query, QUESTION_WORDS)
-        key = hashlib.sha256(repr((self.digest, read, asked)).encode("utf-8", "surrogatepass")).hexdigest()
-        if (known := self._cache.get(key)) is None:
-            before = self.reader.tokens
-            known = [self.reader.log_likelihood(self.reader.read(""), read, asked), self.reader.tokens - before]
-            self._cache[key] = known
-        self.tokens += known[1]
+        what = repr((self.digest, str(self.reader.model.dtype), read, asked))
+        key = hashlib.sha256(what.encode("utf-8", "surrogatepass")).hexdigest()
+        with self._lock:  # what was read is told by a difference
+            if (known := self._cache.get(key)) is None:
+                before = self.reader.tokens
+                known = [self.reader.log_likelihood(self.reader.read(""), read, asked), self.reader.tokens - before]
+                self._cache[key] = known
+            self.tokens += known[1]
         return float(known[0])
 
 
@@ -86,7 +86,7 @@ def fit_reading(
     """
     reading, rows, labels = Reading(ranker, reader), [], list[bool]()
     ids, others = list(tasks.conversations), dict[str, Ranker]()
-    for fold in range(FOLDS):
+    for fold in range(min(FOLDS, len(ids))):
         left_out = ids[fold::FOLDS]
         kept = [question.id for question in tasks.questions if question.conversation_id not in left_out]
         try:
@@ -104,6 +104,6 @@ def fit_reading(
             labels += [held[place] for place in best]
     if len(set(labels)) < 2:
         raise DataError(f"env.order = reader needs first lists of more than {READ} candidates, some with evidence and "
-                        f"some without; got {len(labels)} of one kind: take ranker")  # fmt: skip
+                        f"some without; got {len(labels)} of one kind: take ranker, in another run_dir")  # fmt: skip
     weights = LogisticRegression(fit_intercept=False, max_iter=3000).fit(np.concatenate(rows), labels).coef_[0]
     return replace(ranker, reading=tuple(weights.tolist()))

@@ -68,8 +68,8 @@ def train(config: Config) -> Path:
             try:
                 ranker = fit_ranker(tasks, graphs, config.env)
                 if config.env.order == "reader":
-                    reader = LocalReader.from_pretrained(config.model, config.dtype)
-                    ranker = fit_reading(ranker, reader, tasks, graphs, config.env)
+                    own = (tasks, graphs, config.env)  # the reader is let go: the rank loads it again
+                    ranker = fit_reading(ranker, LocalReader.from_pretrained(config.model, config.dtype), *own)
                 ranker.save(run / "ranker.json")
             except DataError:
                 if config.env.order != "search":  # else it is a row of the evaluation, and left out there

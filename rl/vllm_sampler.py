@@ -23,9 +23,7 @@ from cuewalk.rl.scoring import score_plainly
 #: Mean difference of log-probabilities that rounding explains, by the base weights' dtype (measured: .00001, .05).
 TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 0.15}
 START = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --logprobs-mode processed_logprobs"
-REMEDY = (
-    f"Start `{START}` where it can read the run's directory, and the run again: it goes on from its last checkpoint"
-)
+REMEDY = f"Start `{START}` where it can read the run's directory, and the run again: it goes on where it was"
 Completion = tuple[list[int], list[float]]  # sampled ids and their log-probabilities
 
 

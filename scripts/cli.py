@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("policy", help="what `cuewalk export` wrote, a hub id, or the word search: no policy")
         command.add_argument("memory", help="a folder with a memory.sqlite")
         who = command.add_mutually_exclusive_group()
-        who.add_argument("--order-only", action="store_true", help="ask no model: take the best by its ranker")
+        who.add_argument("--order-only", action="store_true", help="do not ask the policy: take the first of its order")
         who.add_argument("--server", help="address of `vllm serve POLICY/merged --served-model-name cuewalk`")
     asking.add_argument("question")
     asking.add_argument("--budget", type=int, help="what the walk may spend (that of the training)")

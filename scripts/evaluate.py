@@ -267,7 +267,7 @@ class Bench:
                     if isinstance(found, Trajectory):
                         paid = self.reward(found)
                         measures |= measure_walk(graph, found, gold, paid) | {"judge_failed": float(paid is None)}
-                        tokens += tokens_read(self.memories.env(question))
+                        tokens += tokens_read(self.memories.env(question), [step.text for step in found.steps])
                     measures |= {"inference_tokens": float(tokens), "seconds": seconds if timed else None}
                     rows += [(policy, question.id, name, value) for name, value in measures.items()]
                 bar.update(len(asked))

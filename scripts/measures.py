@@ -106,22 +106,26 @@ class Remembered:
         """Return each candidate's chance, (len(links),)."""
         key = (graph.conversation.id, graph.digest, query, *working, "", *(link.entry for link in links))
         if key not in self._known:
-            before = _tokens(self.rank)
+            before = read_so_far(self.rank)
             chances = self.rank(graph, query, working, links)
-            self._known[key] = chances, _tokens(self.rank) - before
+            self._known[key] = chances, read_so_far(self.rank) - before
         chances, read = self._known[key]
         self.tokens += read
         return chances.copy()
 
 
-def tokens_read(env: RetrievalEnv) -> int:
-    """Return the tokens that a reader took to order an environment's first candidates; 0 without one."""
-    before = _tokens(env.rank)
-    env.reset()
-    return _tokens(env.rank) - before
+def tokens_read(env: RetrievalEnv, texts: Sequence[str] = ()) -> int:
+    """Return the tokens that a reader takes on a walk of these actions, 0 without one; the walk is made again."""
+    before = read_so_far(env.rank)
+    if isinstance(env.rank, Reading | Remembered):
+        env.reset()
+        for text in texts:
+            env.step(text)
+    return read_so_far(env.rank) - before
 
 
-def _tokens(rank: Rank | None) -> int:
+def read_so_far(rank: Rank | None) -> int:
+    """Return the tokens that a rank's reader took so far; 0 without one."""
     return rank.tokens if isinstance(rank, Reading | Remembered) else 0
 
 

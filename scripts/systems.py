@@ -167,7 +167,7 @@ def _walkers(kit: Kit) -> list[System]:
             threshold = choose_threshold(ranker, val, Memories(graphs, rules, rank), kit.judge)
             return Walker(expand_likely(ranker, threshold), rules, rank)
 
-        idea = "Candidates that a ranker without a language model finds likely; its threshold chosen on validation."
+        idea = "Candidates that the ranker (and a reader beside it) finds likely; its threshold chosen on validation."
         systems.append(System("ranker", idea, f"ranker {ranker!r} {key}", likely))
     if (endpoint := options.endpoint) is not None:
         idea = f"{_idea(PromptedPolicy)} Here {endpoint.model}."

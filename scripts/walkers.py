@@ -15,15 +15,16 @@ from cuewalk.rl.rollout import walk_greedily
 from cuewalk.rl.transcript import Chat
 from cuewalk.scripts.baselines import Scripted, run_scripted
 from cuewalk.scripts.blocks import Retrieved, entry_blocks
-from cuewalk.scripts.measures import tokens_read
+from cuewalk.scripts.measures import read_so_far
 
 NO_GOLD = Gold("", (), 0)
 """What a scripted policy gets in the gold's place, unless it is the oracle."""
 
 
-def walked(env: RetrievalEnv, trajectory: Trajectory, tokens: int = 0) -> Retrieved:
-    """Return what a walk gathered, in order of entry; a reader's tokens are added to the policy's."""
-    return Retrieved(entry_blocks(env.graph, trajectory.working), tokens + tokens_read(env), trajectory)
+def walked(env: RetrievalEnv, trajectory: Trajectory, tokens: int = 0, before: int = 0) -> Retrieved:
+    """Return what a walk gathered, in order of entry; a reader's tokens since `before` are added to the policy's."""
+    read = read_so_far(env.rank) - before
+    return Retrieved(entry_blocks(env.graph, trajectory.working), tokens + read, trajectory)
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,9 @@ class Walker:
 
     def __call__(self, graph: MemoryGraph, question: Question) -> Retrieved:
         """Walk to the end."""
-        env = RetrievalEnv(graph, question, self.rules, rank=self.rank)
-        return walked(env, run_scripted(self.policy, env, self.gold[question.id] if self.gold else NO_GOLD))
+        before, env = read_so_far(self.rank), RetrievalEnv(graph, question, self.rules, rank=self.rank)
+        gold = self.gold[question.id] if self.gold else NO_GOLD
+        return walked(env, run_scripted(self.policy, env, gold), before=before)
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,9 @@ class TrainedPolicy:
 
     def __call__(self, graph: MemoryGraph, question: Question) -> Retrieved:
         """Walk to the end; every token of the transcript counts once."""
-        env = RetrievalEnv(graph, question, self.rules, rank=self.rank)
+        before, env = read_so_far(self.rank), RetrievalEnv(graph, question, self.rules, rank=self.rank)
         (row,) = walk_greedily([env], self.model, self.chat, self.sampling)
-        return walked(env, row.trajectory, len(row.prompt) + len(row.completion))
+        return walked(env, row.trajectory, len(row.prompt) + len(row.completion), before)
 
 
 class Said(BaseModel):
@@ -80,7 +82,7 @@ class PromptedPolicy:
 
     def __call__(self, graph: MemoryGraph, question: Question) -> Retrieved:
         """Walk to the end."""
-        env = RetrievalEnv(graph, question, self.rules, rank=self.rank)
+        before, env = read_so_far(self.rank), RetrievalEnv(graph, question, self.rules, rank=self.rank)
         template = files("cuewalk.scripts").joinpath("prompt_walk.txt").read_text(encoding="utf-8")
         lines = [data_line(shown=line) for line in env.reset()[0].splitlines()]
         tokens = 0
@@ -93,4 +95,4 @@ class PromptedPolicy:
             tokens += self.count(prompt) + self.count(action)
             observation = env.step(action)[0]
             lines += [data_line(action=action), *(data_line(shown=line) for line in observation.splitlines())]
-        return walked(env, env.trajectory(), tokens)
+        return walked(env, env.trajectory(), tokens, before)

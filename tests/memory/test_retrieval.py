@@ -123,10 +123,9 @@ def test_entries_of_one_segment_stand_together_and_a_summary_is_used(graph):
 
 @pytest.fixture
 def reader(tiny_model, monkeypatch):
-    from cuewalk.memory import reader as module
     from cuewalk.memory.models import load_language_model, load_tokenizer
 
-    monkeypatch.setattr(module, "ANSWER_TOKENS", 3)
+    monkeypatch.setattr(LocalReader, "answer_tokens", 3)
     return LocalReader(load_language_model(str(tiny_model), "float32"), load_tokenizer(str(tiny_model)))
 
 

@@ -15,20 +15,25 @@ from cuewalk.rl.data import rank_of
 from cuewalk.rl.ranker import FEATURES, Ranker
 from cuewalk.rl.reading import Reading, fit_reading
 from cuewalk.scripts.measures import Remembered, tokens_read
-from tests.conftest import at
+from tests.conftest import MESSAGES, at
 
 RULES = EnvConfig(k=1, budget=2, frontier_cap=3, new_lines=1, order="reader")
 FLAT = Ranker(("segment", "adjacent", "anchor", "similar"), (0.0,) * (len(FEATURES) + 4), 0.0)
 """Finds everything as likely as not, so that the order is the pool's."""
 
 
+class Weights(torch.nn.Linear):
+    dtype = torch.float32
+
+
+WEIGHTS = Weights(1, 1)
+
+
 class Scripted:
     """A reader that finds the question likely after what the test names, ten tokens a candidate; and counts calls."""
 
-    model = torch.nn.Linear(1, 1)
-
     def __init__(self, likely):
-        self.likely, self.tokens, self.asked = likely, 0, []
+        self.likely, self.tokens, self.asked, self.model = likely, 0, [], WEIGHTS
 
     def read(self, text):
         return text
@@ -57,7 +62,7 @@ def test_what_a_reader_finds_likely_comes_first(graph):
     assert read.reader.asked[1] == ("Ann: Ann (1 May 2024): My garden has a piano\nQuestion:", " dog")
     env = RetrievalEnv(graph, Question("q", "toy", "dog"), RULES, rank=read)
     env.reset()
-    assert len(env.state.frontier) == 3 and read.ranker is ranker
+    assert [link.entry for _, link in env.state.frontier] == ["e4", "e3", "e2"]  # .5, .5, .45
 
 
 def test_a_pool_that_is_no_longer_than_what_is_read_is_left_to_the_ranker(graph):
@@ -75,8 +80,14 @@ def test_what_was_read_is_kept_and_its_tokens_are_told_again(graph):
     assert tokens_read(RetrievalEnv(graph, Question("q", "toy", "dog"), RULES, rank=again)) == 30
     assert tokens_read(RetrievalEnv(graph, Question("q", "toy", "dog"), replace(RULES, order="ranker"), rank=FLAT)) == 0
     other = Scripted("nothing")
-    other.model = torch.nn.Linear(1, 1)
+    other.model = Weights(1, 1)
     assert Reading(ranker, other)(graph, "dog", ["e0"], links).tolist() != first(graph, "dog", ["e0"], links).tolist()
+    coarse = Scripted("nothing")
+    coarse.model = Weights(1, 1)
+    coarse.model.load_state_dict(WEIGHTS.state_dict())
+    coarse.model.dtype = torch.bfloat16
+    Reading(ranker, coarse)(graph, "dog", ["e0"], links)
+    assert len(coarse.asked) == 3  # the same weights in another precision say something else
 
 
 def test_an_evaluation_asks_a_rank_once_for_each_state_and_counts_its_tokens_each_time(graph):
@@ -90,6 +101,13 @@ def test_an_evaluation_asks_a_rank_once_for_each_state_and_counts_its_tokens_eac
     known(graph, "dog", ["e0"], links)[0] = 9.0  # a caller may change what it was given
     assert known(graph, "dog", ["e0"], links).tolist() == read(graph, "dog", ["e0"], links).tolist()
     assert known(graph, "dog", ["e0"], links[:4]).shape == (4,) and known(graph, "piano", ["e0"], links).shape == (5,)
+
+
+def test_tokens_of_later_lists_count_where_they_are_read(graph):
+    rules, said = replace(RULES, new_lines=2), Scripted("garden")
+    rank = Reading(replace(FLAT, reading=(1.0, 0.3, 0.0)), said)
+    env = RetrievalEnv(graph, Question("q", "toy", "dog"), rules, rank=rank)
+    assert tokens_read(env, ["EXPAND A", "STOP"]) == said.tokens == 30  # what is left after three is no longer pool
 
 
 def test_its_weights_are_fitted_on_who_holds_evidence(graph, conversation):
@@ -108,7 +126,7 @@ def test_its_weights_are_fitted_on_who_holds_evidence(graph, conversation):
 def test_a_run_whose_ranker_has_no_reader_is_refused(tmp_path, monkeypatch):
     config = parse_config({"env": {"order": "reader"}})
     FLAT.save(tmp_path / "ranker.json")
-    with pytest.raises(DataError, match="trained without a reader; train again, or take env.order = ranker"):
+    with pytest.raises(DataError, match="has no reader; train again, or take order = ranker"):
         rank_of(config, tmp_path)
     fitted = replace(FLAT, reading=(1.0, 0.5, -1.0))
     fitted.save(tmp_path / "ranker.json")
@@ -117,6 +135,25 @@ def test_a_run_whose_ranker_has_no_reader_is_refused(tmp_path, monkeypatch):
     assert found.ranker == fitted and found.reader.likely == "smollm2-135m bfloat16"
     assert rank_of(parse_config({"env": {"order": "ranker"}}), tmp_path) == fitted
     assert rank_of(parse_config({}), tmp_path) is None
+
+
+def test_the_rankers_beside_the_reader_did_not_see_the_conversation_asked(encoder, monkeypatch):
+    graphs = {
+        id_: build_graph(Conversation(id_, MESSAGES), encoder, BuildConfig(segment_messages=2, update_threshold=1.01))
+        for id_ in ("a", "b", "c")
+    }
+    questions = tuple(Question(f"{id_}:{n}", id_, "dog " * (n + 1)) for id_ in graphs for n in range(3))
+    gold = {question.id: Gold("", ("m3",), 4) for question in questions}
+    tasks = Tasks({id_: graph.conversation for id_, graph in graphs.items()}, questions, gold)
+    used = []
+
+    def fitted(tasks, graphs, rules):
+        seen = {question.conversation_id for question in tasks.questions}
+        return lambda graph, *rest: used.append((graph.conversation.id, seen)) or FLAT(graph, *rest)
+
+    monkeypatch.setattr(reading, "fit_ranker", fitted)
+    assert fit_reading(FLAT, Scripted("garden has"), tasks, graphs, RULES).reading is not None
+    assert used and all(seen == {"a", "b", "c"} - {asked} for asked, seen in used)
 
 
 @pytest.mark.slow
