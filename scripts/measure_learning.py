@@ -129,7 +129,7 @@ def markdown(result: dict[str, Any]) -> str:
            if detectable else "With one conversation there is no interval over conversations."),
         "## Policies, the same questions for all",
         table(result["rows"], ("policy", "n", *SHOWN)),
-        "![recall against entries and tokens](learning_curves.png)",
+        f"![recall against entries and tokens]({result['name']}_curves.png)",
         "## Paired differences",
         "By question, averaged within each conversation; 95% interval by t over the conversations, and beside it the "
         "bootstrap over questions within conversations.",
@@ -149,9 +149,7 @@ def markdown(result: dict[str, Any]) -> str:
         table([row | {"run": run["name"]} for run in result["runs"] for row in run["reading"]],
               ("run", "marks", "score")),
         *_beside_text(result),
-        "## All questions, of the policies that were asked them all",
-        table(result["everyone"]["rows"], ("policy", "n", *SHOWN)),
-        _pairs(result["everyone"]["comparisons"]),
+        *_everyone_text(result),
         "## Runs",
         table([{"run": run["name"], **run["data"], "seed": run["seeds"][0], "commit": run["commit"], **run["training"],
                 **{f"{stage}_seconds": seconds for stage, seconds in run["training"]["seconds"].items()}}
@@ -159,6 +157,16 @@ def markdown(result: dict[str, Any]) -> str:
               ("run", "split", "seed", "n_asked", "grpo_steps", "groups", "groups_live", "groups_per_hour",
                "distinct_trajectories", "warm_start_seconds", "grpo_seconds", "commit")),
     ]) + "\n"  # fmt: skip
+
+
+def _everyone_text(result: dict[str, Any]) -> list[str]:
+    if "everyone" not in result:
+        return []
+    return [
+        "## All questions, of the policies that were asked them all",
+        table(result["everyone"]["rows"], ("policy", "n", *SHOWN)),
+        _pairs(result["everyone"]["comparisons"]),
+    ]
 
 
 def _beside_text(result: dict[str, Any]) -> list[str]:
@@ -230,12 +238,14 @@ def main() -> None:
     for fact in facts:  # ids of the questions stay in each run's own result
         fact["data"] = {key: value for key, value in fact["data"].items() if key != "asked"}
     result = {
-        "name": "learning",
+        "name": options.out.name,
         **provenance(),
         "seeds": sorted({s for f in facts for s in f["seeds"]}),
         **join(runs, PAIRS),
     }
-    result |= {"runs": facts, "everyone": everyone(whole)}
+    result["runs"] = facts
+    if any(own["data"]["asked"] != "all" for own, _ in whole):  # else it says the same again
+        result["everyone"] = everyone(whole)
     if others:
         result["beside"] = beside(runs[0], others)
     options.out.parent.mkdir(parents=True, exist_ok=True)
