@@ -1,4 +1,4 @@
-"""Policies without a language model, walking the same environment."""
+"""Scripted policies, walking the same environment."""
 
 import random
 from collections.abc import Callable, Sequence

@@ -347,7 +347,7 @@ class Walked:
 def replay(config: Config, out: Path, questions: int = 10) -> list[Walked]:
     """Walk again, from the actions kept beside a result, what each walking system did on the first questions.
 
-    Nothing is asked of a model: the environment is deterministic. By question, then by system.
+    No policy is asked: the environment is deterministic. By question, then by system.
     """
     contest = prepare(config, out)
     rules, rank = walking_rules(config)
