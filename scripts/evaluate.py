@@ -127,7 +127,7 @@ class Bench:
         return {question.id: kept[question.id] for question in questions}
 
     def take_marked(self, marks: Mapping[str, Marked], weight: float, questions: Sequence[Question]) -> list[Found]:
-        """Retrieve the three candidates of the highest marks, plus `weight` times the log odds that their order gave."""
+        """Retrieve the three candidates of the highest marks, plus `weight` times their log odds."""
         found: list[Found] = []
         for question in questions:
             env, marked = self.memories.env(question), marks[question.id]
