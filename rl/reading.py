@@ -23,7 +23,7 @@ from cuewalk.rl.ranker import Ranker, first_pool, fit_ranker
 
 READ, CANDIDATE_WORDS = 12, 40
 """So many of the ranker's best candidates are read; a smaller pool (of later steps, with few lines) is left to it."""
-FOLDS, FITTED_ON = 4, 200  # of training conversations; training questions for the weights: more of them changed nothing
+FOLDS, FITTED_ON = 4, 200  # of training conversations; of questions, each with twelve rows, for three weights
 
 
 @dataclass

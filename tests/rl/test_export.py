@@ -15,10 +15,12 @@ import torch
 
 from cuewalk.env import EnvConfig, RetrievalEnv
 from cuewalk.env.render import RENDERER
-from cuewalk.memory.models import load_language_model
+from cuewalk.memory.models import load_language_model, load_tokenizer
 from cuewalk.rl import Config, ExportError, Retriever, export_policy
+from cuewalk.rl.config import EvaluationConfig
 from cuewalk.rl.export import GRAMMAR
 from cuewalk.rl.ranker import FEATURES, Ranker
+from cuewalk.rl.reading import Reading
 from cuewalk.rl.run import open_run
 from cuewalk.rl.sampler import TransformersSampler
 from cuewalk.rl.train import new_adapter
@@ -129,6 +131,33 @@ def test_an_export_carries_the_ranker_that_orders_its_candidates(run, tmp_path, 
     retriever = Retriever.from_pretrained(export_policy(path, tmp_path / "other", merged=False))
     assert retriever.rank == ranker
     assert retriever.retrieve(graph, "trip").entries
+
+
+def test_a_reader_of_other_weights_is_refused_though_no_policy_is_asked(run, tmp_path, tiny_model, monkeypatch):
+    path, _ = run
+    kept = json.loads((path / "config.json").read_text())
+    kept["config"]["env"]["order"] = "reader"
+    (path / "config.json").write_text(json.dumps(kept))
+    Ranker(("segment",), tuple([0.0] * len(FEATURES) + [1.0]), -1.0, (1.0, 0.1, 0.0)).save(path / "ranker.json")
+    monkeypatch.setattr("cuewalk.rl.reading.cache_dir", lambda: tmp_path / "cache")
+    out = export_policy(path, tmp_path / "policy", merged=False)
+    rank = Retriever.from_pretrained(out, order_only=True).rank
+    assert isinstance(rank, Reading) and rank.ranker.reading == (1.0, 0.1, 0.0)
+    other = load_language_model(str(tiny_model), "float32")
+    with torch.no_grad():
+        other.model.embed_tokens.weight[0] += 1
+    other.save_pretrained(tmp_path / "other")
+    load_tokenizer(str(tiny_model)).save_pretrained(tmp_path / "other")
+    with pytest.raises(ExportError, match="trained on other weights"):
+        Retriever.from_pretrained(out, base=str(tmp_path / "other"), order_only=True)
+
+
+def test_a_policy_of_an_older_version_is_read_whatever_its_evaluation_was_called(run, tmp_path):
+    out = export_policy(run[0], tmp_path / "policy", merged=False)
+    policy = json.loads((out / "policy.json").read_text())
+    policy["config"]["evaluation"] = {"untrained": False}
+    (out / "policy.json").write_text(json.dumps(policy))
+    assert Retriever.from_pretrained(out).config.evaluation == EvaluationConfig()
 
 
 def test_another_base_is_refused(run, tmp_path, tiny_model):

@@ -1,5 +1,7 @@
 """The reader in the order: its columns and weights worked by hand, its disk, its fit, and a real one."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -104,10 +106,30 @@ def test_an_evaluation_asks_a_rank_once_for_each_state_and_counts_its_tokens_eac
 
 
 def test_tokens_of_later_lists_count_where_they_are_read(graph):
-    rules, said = replace(RULES, new_lines=2), Scripted("garden")
+    """Of five candidates one is shown; the four that are left after it are again more than three."""
+    rules, said = replace(RULES, frontier_cap=1, new_lines=2), Scripted("garden")
     rank = Reading(replace(FLAT, reading=(1.0, 0.3, 0.0)), said)
     env = RetrievalEnv(graph, Question("q", "toy", "dog"), rules, rank=rank)
-    assert tokens_read(env, ["EXPAND A", "STOP"]) == said.tokens == 30  # what is left after three is no longer pool
+    assert tokens_read(env) == 30
+    assert tokens_read(env, ["EXPAND A", "STOP"]) == 60
+
+
+def test_threads_do_not_mix_up_what_each_text_took(graph):
+    class Slow(Scripted):
+        def log_likelihood(self, context, text, answer):
+            said = super().log_likelihood(context, text, answer)
+            time.sleep(0.01)
+            return said
+
+    read = Reading(replace(FLAT, reading=(1.0, 0.3, -1.0)), Slow("garden"))
+    links = graph.frontier("dog", ["e0"], {"e0"}, RULES.links, 5)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda query: read(graph, query, ["e0"], links), ["dog", "garden", "piano", "trip"]))
+    assert read.tokens == 4 * 30
+    again = Reading(read.ranker, Scripted("nothing"))
+    for query in ("dog", "garden", "piano", "trip"):
+        again(graph, query, ["e0"], links)
+    assert again.tokens == 4 * 30 and again.reader.asked == []  # as it was kept
 
 
 def test_its_weights_are_fitted_on_who_holds_evidence(graph, conversation):
