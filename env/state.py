@@ -13,7 +13,6 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from cuewalk.env.actions import LABELS, Action, Bad, Expand, Refine, Stop
 from cuewalk.memory import LINK_KINDS, Link, MemoryGraph
-from cuewalk.memory.hierarchy import select_backbone
 
 Rank = Callable[[MemoryGraph, str, Sequence[str], Sequence[Link]], npt.NDArray[np.float64]]
 """Graph, query, W and candidates -> each candidate's chance of being worth its price, in [0, 1]."""
@@ -35,8 +34,6 @@ class EnvConfig:
     """The rules. Training, evaluation and serving may differ in them; the class that follows them is one."""
 
     k: PositiveInt = 5  #: Entries of the free first search, W_0.
-    #: How they are found: `search` (the hybrid index) or `groups` (xMemory's stage I, filled up by search).
-    first: Literal["search", "groups"] = "search"
     budget: NonNegativeInt = 6  #: B, what a trajectory may spend.
     #: λ of the reward where walks are told it, in place of the judge's: a policy can then be asked for more or less.
     price: NonNegativeFloat | None = None
@@ -98,10 +95,7 @@ def first_state(
     graph: MemoryGraph, question: str, config: EnvConfig, labels: str = LABELS, rank: Rank | None = None
 ) -> State:
     """Run the free first search: W_0 is its best k, F_0 what they link to and the next hits."""
-    found = select_backbone(graph, question, config.k) if config.first == "groups" else []
-    working = tuple(link.entry for link in found)
-    if len(working) < config.k:
-        working += tuple(hit.entry for hit in graph.search(question, config.k - len(working), working))
+    working = tuple(hit.entry for hit in graph.search(question, config.k))
     pool = graph.frontier(question, working, set(working), config.links, config.frontier_cap * (POOL if rank else 1))
     found = _chosen(pool, graph, question, working, config.frontier_cap, rank)
     frontier = tuple(zip(labels, found, strict=False))

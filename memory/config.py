@@ -16,9 +16,7 @@ class ModelConfig:
     base_url: str = "http://localhost:8000/v1"  #: Of the endpoint, such as `http://localhost:8000/v1`.
     model: str = ""  #: Name under which it serves the model.
     concurrency: PositiveInt = 8  #: Requests in flight at most.
-    attempts: PositiveInt = (
-        3  #: How often a reply that fails validation is asked for before the offline extractor takes over.
-    )
+    attempts: PositiveInt = 3  #: How often a valid reply is asked for before the offline extractor takes over.
     timeout: PositiveFloat = 120.0  #: Seconds a request may take.
     max_tokens: PositiveInt = 2048  #: Of a reply.
     #: A segment's episodic memory: `raw` messages, or an `extracted` summary beside them.

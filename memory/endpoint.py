@@ -40,8 +40,6 @@ class Usage:
     prompt_tokens: int = 0  # as the endpoint counts them
     completion_tokens: int = 0  # likewise
     rejected: int = 0  # replies that failed validation
-    prompt_words: int = 0  # of the requests that were answered
-    unwritten_words: int = 0  # that their replies stood for without writing them
 
 
 def fill(template: str, **values: str) -> str:
@@ -85,16 +83,13 @@ class Endpoint:
         self._cache = diskcache.Cache(str(cache or cache_dir() / "replies"), disk=diskcache.JSONDisk)
         self._lock = Lock()
 
-    def ask(
-        self, prompt: str, schema: type[Reply], check: Callable[[Reply], None] | None = None, unwritten: int = 0
-    ) -> Reply:
+    def ask(self, prompt: str, schema: type[Reply], check: Callable[[Reply], None] | None = None) -> Reply:
         """Ask for a reply of this schema, which the endpoint is told; a bad one is told why it is, and asked for again.
 
         Args:
             prompt: The whole prompt; untrusted text in it through `fill`.
             schema: A pydantic model.
             check: Raises ValueError, in words that help the model, on a reply that obeys the schema but is wrong.
-            unwritten: Words that the reply stands for (offsets instead of text); counted in `usage`.
 
         A ReplyError if every attempt fails validation; an EndpointError if the endpoint can't be asked.
         """
@@ -102,7 +97,7 @@ class Endpoint:
         reason = ""
         for attempt in range(self.config.attempts):
             try:
-                text = self._complete(messages, schema, unwritten)
+                text = self._complete(messages, schema)
             except EndpointError as error:
                 # With the bad reply it may no longer fit the model's context: no fault of the endpoint.
                 if attempt and isinstance(error.__cause__, openai.BadRequestError):
@@ -127,7 +122,7 @@ class Endpoint:
             f"last: {reason}"
         )
 
-    def _complete(self, messages: list[dict[str, str]], schema: type[BaseModel], unwritten: int) -> str:
+    def _complete(self, messages: list[dict[str, str]], schema: type[BaseModel]) -> str:
         """Return a reply's text, from the cache if this very question was answered before."""
         named = {"name": schema.__name__, "schema": _strict(schema), "strict": True}
         form = {"type": "json_schema", "json_schema": named}
@@ -149,8 +144,6 @@ class Endpoint:
         text = (done.choices[0].message.content or "") if done.choices else ""
         with self._lock:
             self.usage.calls += 1
-            self.usage.prompt_words += sum(len(message["content"].split()) for message in messages)
-            self.usage.unwritten_words += unwritten
             if done.usage is not None:
                 self.usage.prompt_tokens += done.usage.prompt_tokens
                 self.usage.completion_tokens += done.usage.completion_tokens

@@ -45,18 +45,8 @@ class LLMExtractor:
         self._lock = Lock()
 
     def report(self) -> dict[str, float]:
-        """Return calls, tokens and fallbacks, and the completion tokens had every text been written again.
-
-        That last number is an estimate: the words that offsets stood for, at the endpoint's own tokens a prompt word.
-        Cached replies count nowhere but in `cached`.
-        """
-        usage = asdict(self.endpoint.usage)
-        unwritten = usage.pop("unwritten_words") * usage["prompt_tokens"] / max(1, usage.pop("prompt_words"))
-        return {
-            **usage,
-            **{f"fallback_{step}": count for step, count in self.fallbacks.items()},
-            "completion_tokens_without_offsets": round(usage["completion_tokens"] + unwritten),
-        }
+        """Return calls, tokens and fallbacks; cached replies count nowhere but in `cached`."""
+        return asdict(self.endpoint.usage) | {f"fallback_{step}": count for step, count in self.fallbacks.items()}
 
     def segment(self, conversation: Conversation, done: Sequence[Segment] = ()) -> list[Segment]:
         """Return the segments so far, and those of the later messages: the model names where each begins."""
@@ -73,7 +63,7 @@ class LLMExtractor:
                 if reply.starts != sorted(set(reply.starts)) or reply.starts[0] != 0:
                     raise ValueError("starts must increase, beginning with 0")
 
-            reply = self._ask("segment", "segment", schema, check, _count_words(block), messages=_lines(block))
+            reply = self._ask("segment", "segment", schema, check, messages=_lines(block))
             if reply is None:
                 alone = replace(later, messages=tuple(block))
                 return [segment.messages for segment in self.offline.segment(alone)]
@@ -118,8 +108,8 @@ class LLMExtractor:
                 if not _says(fact.abstraction) or (written and not _says(fact.value)):
                     raise ValueError("every fact needs words in each of its fields")
 
-        prompt, unwritten = "extract" if written or extracted else "offsets", (not written) + (not extracted)
-        reply = self._ask("extract", prompt, schema, check, unwritten * _count_words(said), messages=_lines(said))
+        prompt = "extract" if written or extracted else "offsets"
+        reply = self._ask("extract", prompt, schema, check, messages=_lines(said))
         if reply is None:
             return "", []
         facts = []
@@ -148,8 +138,8 @@ class LLMExtractor:
 
             fact = data_line(abstraction=candidate.abstraction, value="\n".join(s.line for s in candidate.statements))
             entries = "\n".join(data_line(n=n, abstraction=e.abstraction, value=e.value) for n, e in enumerate(near))
-            prompt, unwritten = ("update", 0) if written else ("join", len(near[0].value.split()))
-            reply = self._ask("choose", prompt, schema, check, unwritten, fact=fact, entries=entries)
+            prompt = "update" if written else "join"
+            reply = self._ask("choose", prompt, schema, check, fact=fact, entries=entries)
             if reply is None:
                 return self.offline.choose([pair])[0]
             if reply.entry < 0:
@@ -172,7 +162,7 @@ class LLMExtractor:
             shown = "\n".join(data_line(n=n, abstraction=e.abstraction, value=e.value) for n, e in enumerate(batch))
             known = "\n".join(data_line(anchor=a) for a in existing)
             schema = create_model("Anchors", anchors=lists)
-            reply = self._ask("anchors", "anchors", schema, None, 0, entries=shown, anchors=known)
+            reply = self._ask("anchors", "anchors", schema, None, entries=shown, anchors=known)
             return self.offline.name_anchors(batch, changed) if reply is None else reply.anchors
 
         spelling = {anchor.casefold(): anchor for anchor in existing}
@@ -183,13 +173,11 @@ class LLMExtractor:
             kept[entry.id] = tuple(named)[: self.config.anchors_per_entry]
         return [kept[entry.id] for entry in entries]
 
-    def _ask(
-        self, step: str, name: str, schema: type[BaseModel], check: Check | None, unwritten: int, **values: str
-    ) -> Any:
+    def _ask(self, step: str, name: str, schema: type[BaseModel], check: Check | None, **values: str) -> Any:
         """Ask with one of our prompts; None, counted as a fallback of this step, where no reply is valid."""
         prompt = fill(files("cuewalk.memory").joinpath(f"prompt_{name}.txt").read_text(encoding="utf-8"), **values)
         try:
-            return self.endpoint.ask(prompt, schema, check, unwritten)
+            return self.endpoint.ask(prompt, schema, check)
         except ReplyError:
             with self._lock:
                 self.fallbacks[step] += 1
@@ -210,10 +198,6 @@ def _lines(messages: Sequence[Message]) -> str:
     return "\n".join(
         data_line(n=n, time=f"{m.time:%Y-%m-%d %H:%M}", speaker=m.speaker, text=m.text) for n, m in enumerate(messages)
     )
-
-
-def _count_words(messages: Sequence[Message]) -> int:
-    return sum(len(message.text.split()) for message in messages)
 
 
 def _says(text: str) -> bool:

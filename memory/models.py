@@ -105,11 +105,11 @@ def load_language_model(name: str, dtype: str = "bfloat16", device: str | None =
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
 
 
-def weights_digest(model: Any) -> str:
-    """Return a digest of a model's base weights (adapters left out), so that another base can be refused."""
+def weights_digest(model: Any, *, adapters: bool = False) -> str:
+    """Return a digest of a model's base weights, so that another base can be refused; or of its adapters' too."""
     digest = hashlib.sha256()
     for key, tensor in sorted(model.state_dict().items()):
-        if "lora_" in key:
+        if "lora_" in key and not adapters:
             continue
         key = key.replace("base_model.model.", "").replace(".base_layer", "")
         # bf16 whatever the dtype it was loaded in, so that fp32 and bf16 copies of one base agree.

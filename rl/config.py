@@ -55,8 +55,6 @@ class WarmStartConfig:
     stop_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     #: Candidates an expansion names at least: the oracle's, then the first of the list (those are learnt soonest).
     picks: Annotated[int, Field(ge=1, le=MAX_EXPAND)] = 1
-    #: Weight of a second loss: at the end of each candidate's line, whether it holds missing evidence.
-    pointwise: Annotated[float, Field(ge=0)] = 1.0
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -65,9 +63,6 @@ class SamplingConfig:
 
     engine: Literal["transformers", "vllm"] = "transformers"  #: What samples; evaluation is transformers' always.
     server: str | None = None  #: With `vllm`: address of a running vLLM server; null runs vLLM in this process.
-    #: `sampled` trajectories, or all actions of the first state, `enumerated` and weighted by their probabilities:
-    #: nothing is left to chance, and nothing is sampled; grpo.num_generations must be env.frontier_cap + 1.
-    groups: Literal["sampled", "enumerated"] = "sampled"
     temperature: PositiveFloat = 1.0  #: Of the softmax; log-probabilities are of the tempered distribution.
     max_action_tokens: Annotated[int, Field(ge=8)] = 24  #: An action longer than this is cut, and so unparsable.
     max_tokens: int = 2048  #: Of a whole transcript.
@@ -76,8 +71,6 @@ class SamplingConfig:
     stop_offset: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.groups == "enumerated" and self.engine == "vllm":
-            raise ValueError("sampling.groups = enumerated samples nothing; leave sampling.engine out")
         if self.server is not None and self.engine != "vllm":
             raise ValueError(f"sampling.server = {self.server!r} needs sampling.engine = vllm")
 
@@ -92,6 +85,15 @@ class EvaluationConfig:
     model_questions: PositiveInt | Literal["all", "test_200"] = "all"
     batch: PositiveInt = 16  #: Questions walked in lockstep.
     controls: bool = True  #: The warm start walks validation blind, and with another question, too.
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class ReadingConfig:
+    """What a reader (`env.order: reader`) learns before it orders candidates."""
+
+    #: Passes over the training questions; 0: it is the base model as it is. Its adapter has the shape of `lora`.
+    epochs: NonNegativeInt = 0
+    learning_rate: PositiveFloat = 3e-4
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class Config:
     budgets: tuple[PositiveInt, ...] = ()
     prices: tuple[NonNegativeFloat, ...] = ()
     judge: JudgeConfig = field(default_factory=JudgeConfig)
+    reading: ReadingConfig = field(default_factory=ReadingConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

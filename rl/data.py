@@ -14,6 +14,7 @@ from cuewalk.env.own import load_synthetic
 from cuewalk.env.tasks import PARTS, DataError
 from cuewalk.memory import Conversation, Encoder, MemoryGraph, build_graph, load_graph, save_graph
 from cuewalk.memory.build import build_digest, load_extractor
+from cuewalk.memory.models import load_tokenizer
 from cuewalk.memory.reader import LocalReader
 from cuewalk.rl.config import Config, ConfigError, DataConfig
 from cuewalk.rl.ranker import Ranker
@@ -33,16 +34,27 @@ class Memories:
         return RetrievalEnv(self.graphs[question.conversation_id], question, rules or self.rules, rank=self.rank)
 
 
-def rank_of(config: Config, run: Path) -> Ranker | Reading | None:
-    """Return what orders the candidates: a run's ranker, alone or with a reader; a DataError where they are missing."""
+def rank_of(config: Config, folder: Path) -> Ranker | Reading | None:
+    """Return what orders the candidates in a run, a blind part of one, or a policy; a DataError where it is missing."""
     if config.env.order == "search":
         return None
-    ranker = Ranker.load(run / "ranker.json")
+    ranker = Ranker.load(folder / "ranker.json")
     if config.env.order == "ranker":
         return ranker
     if ranker.reading is None:
-        raise DataError(f"the ranker in {run} has no reader; train again, or take order = ranker in another run_dir")
-    return Reading(ranker, LocalReader.from_pretrained(config.model, config.dtype))
+        raise DataError(f"the ranker in {folder} has no reader; train again, or take order = ranker in another run_dir")
+    return Reading(ranker, reader_of(config, folder))
+
+
+def reader_of(config: Config, folder: Path) -> LocalReader:
+    """Return a folder's reader: the base model, with an adapter where one was trained; a DataError without that."""
+    if not config.reading.epochs:
+        return LocalReader.from_pretrained(config.model, config.dtype)
+    if not (folder / "reader" / "adapter_config.json").exists():
+        raise DataError(f"no trained reader in {folder}; train, or export, again")
+    from cuewalk.rl.adapters import load_adapter  # peft is loaded only where an adapter is
+
+    return LocalReader(load_adapter(config, folder / "reader"), load_tokenizer(config.model))
 
 
 def load_part(config: DataConfig, part: str, *, unanswerable: bool = False) -> Tasks:

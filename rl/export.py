@@ -27,7 +27,7 @@ from cuewalk.rl.transcript import Chat, TranscriptError
 from cuewalk.rl.vllm_sampler import TOLERANCE, SamplerError, Server, VLLMSampler
 
 GRAMMAR = "1"
-UNUSED: dict[str, Any] = {"evaluation": {}, "compare": {}}  # by a policy: those of older versions had other keys
+UNUSED: dict[str, Any] = {"evaluation": {}, "compare": {}, "warm_start": {}}  # those of older versions had other keys
 
 
 class ExportError(ValueError):
@@ -37,8 +37,9 @@ class ExportError(ValueError):
 def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> Path:
     """Write a run's trained policy into a new directory.
 
-    It holds `adapter/` (PEFT), `merged/` (a plain model, in the configured dtype), the tokenizer in both, and
-    `policy.json`: grammar and renderer version, configuration and its digest, digest of the base weights.
+    It holds `adapter/` (PEFT), `merged/` (a plain model, in the configured dtype), the tokenizer in both, `reader/`
+    (PEFT) where one was trained, and `policy.json`: grammar and renderer version, configuration and its digest, digest
+    of the base weights.
 
     An ExportError if the run has no trained adapter, or `out` is not empty, or can't be written: all of it, or nothing.
     """
@@ -49,7 +50,7 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
         raise ExportError(f"{out} is not empty; nothing was overwritten. Choose a new directory")
     from peft import PeftModel
 
-    config = parse_config(json.loads((run / "config.json").read_text(encoding="utf-8"))["config"] | UNUSED)
+    config = _config(json.loads((run / "config.json").read_text(encoding="utf-8"))["config"])
     ranker = None if config.env.order == "search" else Ranker.load(run / "ranker.json")
     tokenizer = load_tokenizer(config.model)
     base = load_language_model(config.model, config.dtype, device="cpu")
@@ -66,6 +67,9 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
         "data": config.data.source,
     }
     model, chat = PeftModel.from_pretrained(base, str(run / "trained")), Chat(tokenizer)
+    reads = config.env.order == "reader" and config.reading.epochs
+    if reads:
+        model.load_adapter(str(run / "reader"), "reader")  # is not active
     for adapter in model.peft_config.values():
         adapter.base_model_name_or_path = config.model  # not this machine's path
     # How likely an action is to this policy, by which a server is known to have it:
@@ -77,7 +81,9 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
             new = Path(folder) / "policy"
-            model.save_pretrained(new / "adapter")
+            model.save_pretrained(new / "adapter", selected_adapters=["default"])
+            if reads:
+                model.save_pretrained(new, selected_adapters=["reader"])  # in a folder of that name
             tokenizer.save_pretrained(new / "adapter")
             if merged:
                 model.merge_and_unload().save_pretrained(new / "merged")
@@ -184,9 +190,9 @@ class Retriever:
                     f"{path} speaks {key} {theirs[key]!r}, this version of cuewalk {ours!r}; use the version that "
                     f"exported it, or train again"
                 )
-        config = parse_config(tree | UNUSED)
+        config = _config(tree)
         rank = rank_of(replace(config, model=base or name), path)
-        if isinstance(rank, Reading) and rank.digest != digest:
+        if isinstance(rank, Reading) and weights_digest(rank.reader.model) != digest:
             raise ExportError(f"{path} was trained on other weights than {base or name!r} has here; pass base=")
         if order_only:
             return cls(None, None, config, rank, None, timeout, fallback, order_only=True)
@@ -266,6 +272,13 @@ class Retriever:
             self._lock.release()
 
 
+def _config(tree: dict[str, Any]) -> Config:
+    """Return what a policy needs of a configuration, that of an older version too."""
+    for section, key in (("env", "first"), ("sampling", "groups")):  # left at their defaults by policies that had them
+        tree.get(section, {}).pop(key, None)
+    return parse_config(tree | UNUSED)
+
+
 def _take_best(env: RetrievalEnv) -> Trajectory:
     """Take the candidates of the highest scores until the budget is spent."""
     env.reset()
@@ -281,7 +294,8 @@ def _fetched(path: str | Path) -> Path:
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    kept = ["policy.json", "ranker.json", *(f"adapter/*.{kind}" for kind in ("json", "safetensors", "txt", "jinja"))]
+    plain = ("adapter/*.json", "adapter/*.safetensors", "adapter/*.txt", "adapter/*.jinja")
+    kept = ["policy.json", "ranker.json", *plain, "reader/*.json", "reader/*.safetensors"]
     try:
         return Path(snapshot_download(path, allow_patterns=kept))
     except (OSError, ValueError) as error:  # what the hub raises is one of them

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,12 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import _ForwardRedirection
 from trl.trainer.utils import split_tensor_dict
 
-from cuewalk.env import Ending, Question, Tasks
+from cuewalk.env import Ending, Question, RetrievalEnv, Tasks
 from cuewalk.env.actions import BAD_REASONS
 from cuewalk.judges import JudgeError, TrajectoryJudge, Verdict, covered, evidence_recall
 from cuewalk.rl.config import Config, ConfigError, check_options
 from cuewalk.rl.data import Memories
-from cuewalk.rl.rollout import Row, Sampler, enumerate_first, walk
+from cuewalk.rl.rollout import Row, Sampler, walk
 from cuewalk.rl.run import MetricsLog, run_trainer, trainer_defaults
 from cuewalk.rl.sampler import fitting_sampler
 from cuewalk.rl.scoring import score_actions, score_plainly, shares_prompts
@@ -150,16 +149,16 @@ class Rollouts:
         # The letters hang on question and step alone: several processes show what one would.
         seeds = [random.Random(f"{config.seed}/{self.step}/{question.id}").getrandbits(31) for question in questions]
         rules = [config.training_rules(seed) for seed in seeds]
-        asked = [partial(self.memories.env, *pair) for pair in zip(questions, rules, strict=True)]
-        if config.sampling.groups == "enumerated":
-            walked = [enumerate_first(env, size, self.chat, seed) for env, seed in zip(asked, seeds, strict=True)]
-        else:
-            envs = [[env() for _ in range(size)] for env in asked]
-            walked = walk(envs, sampler, self.chat, max_tokens=config.sampling.max_tokens, seeds=seeds)
+        envs = [[self.memories.env(*pair) for _ in range(size)] for pair in zip(questions, rules, strict=True)]
+        walked = self.walk(envs, sampler, seeds)
         at_once = config.judge.llm.concurrency if config.judge.correctness == "llm" else 1
         with ThreadPoolExecutor(at_once) as pool:
             judged = [list(pool.map(self.verdict, rows)) for rows in walked]
         return [Group(*whole) for whole in zip(questions, walked, judged, strict=True)]
+
+    def walk(self, envs: Sequence[Sequence[RetrievalEnv]], sampler: Sampler, seeds: Sequence[int]) -> list[list[Row]]:
+        """Walk a question's group of environments, letters given out by its seed."""
+        return walk(envs, sampler, self.chat, max_tokens=self.config.sampling.max_tokens, seeds=seeds)
 
     def walk_reward(self, walk_reward: list[float | None], log_metric: Callable[[str, float], None], **_: Any) -> Any:
         """Hand TRL the rewards that the rollout computed, and log what it saw."""
@@ -230,7 +229,6 @@ class WalkTrainer(GRPOTrainer):  # type: ignore[misc]
     """
 
     corrects = False  #: The sampler's log-probabilities are not the trainer's: each token's loss is weighted.
-    enumerates = False  #: A group is every action once, not a sample: each row's loss is weighted by its probability.
     _scored: torch.Tensor | None = None
     _inputs: dict[str, Any] | None = None
 
@@ -293,9 +291,6 @@ class WalkTrainer(GRPOTrainer):  # type: ignore[misc]
             logps, entropies = whole.masked_scatter(scored, logps), whole.masked_scatter(scored, entropies)
         if self.corrects and self._inputs is not None:
             self._correct(self._inputs, logps.detach(), scored)
-        if self.enumerates and self._inputs is not None:  # K π(a): the gradient of Σ_a π(a) Q(a), K rows a group
-            chances = (logps.detach() * scored).sum(1).exp()
-            self._inputs["advantages"] = self._inputs["advantages"] * chances * self.num_generations
         return logps, entropies, None
 
 
@@ -324,16 +319,6 @@ def prepare_arguments(config: Config, run: Path) -> GRPOConfig:
             f"config: grpo.per_device_train_batch_size = {batch} must be a multiple of grpo.num_generations = {size}: "
             f"a group's rows are scored together"
         )
-    if config.sampling.groups == "enumerated" and size != config.env.frontier_cap + 1:
-        raise ConfigError(
-            f"config: grpo.num_generations = {size}, but with sampling.groups = enumerated a group has a row for STOP "
-            f"and one for each candidate: env.frontier_cap + 1 = {config.env.frontier_cap + 1}"
-        )
-    if config.sampling.groups == "enumerated" and (chosen.get("beta") or chosen.get("loss_type") in ("grpo", "sapo")):
-        raise ConfigError(
-            "config: with sampling.groups = enumerated the gradient is exact only without grpo.beta and with a "
-            "grpo.loss_type that weighs tokens alike (dapo, the default); remove them"
-        )
     fixed = {
         "temperature": config.sampling.temperature,
         "max_completion_length": config.sampling.max_tokens,
@@ -359,7 +344,6 @@ def train_grpo(
         processing_class=rollouts.chat.tokenizer,
         callbacks=[MetricsLog(run / "metrics.jsonl", "grpo")],
     )
-    trainer.enumerates = config.sampling.groups == "enumerated"
     trainer.corrects = config.sampling.engine == "vllm"
     run_trainer(trainer, run / "trained")
 

@@ -52,6 +52,7 @@ class Ranker:
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".part")
         partial.write_text(json.dumps({"features": FEATURES, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
         partial.replace(path)  # whole or not at all

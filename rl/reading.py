@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
@@ -15,15 +15,14 @@ from tqdm import tqdm
 
 from cuewalk.env import DataError, EnvConfig, Tasks
 from cuewalk.env.render import QUESTION_WORDS, shorten
-from cuewalk.env.tasks import select
 from cuewalk.memory import Entry, Link, MemoryGraph
 from cuewalk.memory.models import cache_dir, weights_digest
 from cuewalk.memory.reader import LocalReader
-from cuewalk.rl.ranker import Ranker, first_pool, fit_ranker
+from cuewalk.rl.ranker import Ranker, first_pool
 
 READ, CANDIDATE_WORDS = 12, 40
 """So many of the ranker's best candidates are read; a smaller pool (of later steps, with few lines) is left to it."""
-FOLDS, FITTED_ON = 4, 200  # of training conversations; of questions, each with twelve rows, for three weights
+FITTED_ON = 200  # questions, each with twelve rows, for three weights
 
 
 @dataclass
@@ -37,11 +36,11 @@ class Reading:
     ranker: Ranker
     reader: LocalReader = field(repr=False)
     tokens: int = field(default=0, repr=False)  #: What was read so far, that from the disk too.
-    digest: str = field(init=False)  #: Of the reader's weights.
+    digest: str = field(init=False)  #: Of the reader's weights, its adapter's too.
     _lock: Any = field(default_factory=Lock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.digest = weights_digest(self.reader.model)
+        self.digest = weights_digest(self.reader.model, adapters=True)
         self._cache = diskcache.Cache(str(cache_dir() / "likelihoods"), disk=diskcache.JSONDisk)  # never a pickle
 
     def __call__(
@@ -64,8 +63,7 @@ class Reading:
         return best, np.column_stack([odds, said - said.mean(), np.ones(len(best))])
 
     def _likelihood(self, entry: Entry, query: str) -> float:
-        read = f"{shorten(f'{entry.speaker}: {entry.value}', CANDIDATE_WORDS)}\nQuestion:"
-        asked = " " + shorten(query, QUESTION_WORDS)
+        read, asked = texts(entry, query)
         what = repr((self.digest, str(self.reader.model.dtype), read, asked))
         key = hashlib.sha256(what.encode("utf-8", "surrogatepass")).hexdigest()
         with self._lock:  # what was read is told by a difference
@@ -77,33 +75,32 @@ class Reading:
         return float(known[0])
 
 
-def fit_reading(
-    ranker: Ranker, reader: LocalReader, tasks: Tasks, graphs: Mapping[str, MemoryGraph], rules: EnvConfig
-) -> Ranker:
-    """Return the ranker with `reading`, fitted on some training questions; a DataError if no evidence is in reach.
+def texts(entry: Entry, query: str) -> tuple[str, str]:
+    """Return what a reader reads of a candidate, and what it is asked the likelihood of."""
+    read = f"{shorten(f'{entry.speaker}: {entry.value}', CANDIDATE_WORDS)}\nQuestion:"
+    return read, " " + shorten(query, QUESTION_WORDS)
 
-    Beside the reader stand rankers that did not see the conversation asked: of its own the given one is too sure.
+
+def fit_reading(
+    readings: Mapping[str, Reading], tasks: Tasks, graphs: Mapping[str, MemoryGraph], rules: EnvConfig
+) -> tuple[float, ...]:
+    """Return the weights (a, b, c), fitted on some training questions; a DataError if no evidence is in reach.
+
+    Each conversation is ordered and read by those that did not see it, if there are such: of what they were trained
+    on they are too sure.
     """
-    reading, rows, labels = Reading(ranker, reader), [], list[bool]()
-    ids, others = list(tasks.conversations), dict[str, Ranker]()
-    for fold in range(min(FOLDS, len(ids))):
-        left_out = ids[fold::FOLDS]
-        kept = [question.id for question in tasks.questions if question.conversation_id not in left_out]
-        try:
-            others |= dict.fromkeys(left_out, fit_ranker(select(tasks, ids=kept), graphs, rules))
-        except DataError:  # too few of them
-            others |= dict.fromkeys(left_out, ranker)
+    rows, labels = [], list[bool]()
     by_digest = sorted(tasks.questions, key=lambda question: hashlib.sha256(question.id.encode()).hexdigest())
     for question in tqdm(by_digest[:FITTED_ON], desc="reading", unit="question", disable=None):
         graph = graphs[question.conversation_id]
         working, links, held = first_pool(graph, question, tasks.gold[question.id], rules)
         if len(links) > READ:
-            chances = others[question.conversation_id](graph, question.text, working, links)
-            best, own = reading.rows(graph, question.text, links, chances)
+            reading = readings[question.conversation_id]
+            best, own = reading.rows(graph, question.text, links, reading.ranker(graph, question.text, working, links))
             rows.append(own)
             labels += [held[place] for place in best]
     if len(set(labels)) < 2:
         raise DataError(f"env.order = reader needs first lists of more than {READ} candidates, some with evidence and "
                         f"some without; got {len(labels)} of one kind: take ranker, in another run_dir")  # fmt: skip
     weights = LogisticRegression(fit_intercept=False, max_iter=3000).fit(np.concatenate(rows), labels).coef_[0]
-    return replace(ranker, reading=tuple(weights.tolist()))
+    return tuple(weights.tolist())

@@ -109,27 +109,6 @@ def walk(
     return [rows[start : start + copies] for start in range(0, len(rows), copies)]
 
 
-def enumerate_first(make: Callable[[], RetrievalEnv], size: int, chat: Chat, seed: int) -> list[Row]:
-    """Take every action of the first state once, STOP and each letter alone, and stop then: `size` rows, none sampled.
-
-    Only what is decided counts: whether to stop, and the letter. Where there are fewer letters than rows, the rest
-    fill up: nothing of them is masked in, and they get no verdict.
-    """
-    rows: list[Row] = []
-    for place in range(size):
-        env = make()
-        prompt = chat.first(env.reset(seed=seed, options={"shuffle_labels": True})[0])
-        labels = [label for label, _ in env.state.frontier]
-        action = "STOP" if place == 0 or place > len(labels) else f"EXPAND {labels[place - 1]}"
-        said = chat.action(action)
-        if not env.step(action)[2]:
-            env.step("STOP")
-        decided = {0} if place == 0 else {0, len(said) - 2} if place <= len(labels) else set()
-        mask = [int(at in decided) for at in range(len(said))]
-        rows.append(Row(env, prompt, said, mask, [0.0] * len(said)))
-    return rows
-
-
 def walk_greedily(
     envs: Sequence[RetrievalEnv],
     model: Any,

@@ -2,34 +2,29 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 # Before trl is imported: no notice that `rollout_func` may change, for its version is pinned.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
 from accelerate import PartialState
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig
 from transformers import set_seed
 from trl import SFTConfig
 
 from cuewalk.env.tasks import DataError, select
 from cuewalk.judges import TrajectoryJudge
 from cuewalk.memory import SentenceEncoder
-from cuewalk.memory.models import load_language_model, load_tokenizer
-from cuewalk.memory.reader import LocalReader
+from cuewalk.memory.models import load_tokenizer
+from cuewalk.rl.adapters import load_adapter, new_adapter
 from cuewalk.rl.config import Config, ConfigError, check_options
-from cuewalk.rl.data import Memories, load_graphs, load_part, rank_of
+from cuewalk.rl.data import Memories, load_graphs, load_part
 from cuewalk.rl.grpo import Rollouts, prepare_arguments, train_grpo
-from cuewalk.rl.ranker import fit_ranker
-from cuewalk.rl.reading import fit_reading
+from cuewalk.rl.order import fit_order, training_rank
 from cuewalk.rl.run import last_step, open_run
 from cuewalk.rl.transcript import Chat
 from cuewalk.rl.vllm_sampler import check_vllm
 from cuewalk.rl.warm_start import teach_rows, warm_start
-
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""Every linear module of Llama-like models (Memora's choice); set lora.target_modules for others."""
 
 
 def train(config: Config) -> Path:
@@ -49,6 +44,8 @@ def train(config: Config) -> Path:
             raise ConfigError(f"config: sft.{key} has no effect on rows made for a set likelihood; remove it")
     if config.prices and config.env.price is None:
         raise ConfigError("config: prices needs env.price, the one of them that evaluation and serving tell; set it")
+    if config.reading.epochs and config.env.order != "reader":
+        raise ConfigError(f"config: reading.epochs needs env.order = reader; it is {config.env.order}: remove it")
     if config.lora.get("lora_dropout"):
         raise ConfigError("config: lora.lora_dropout must be 0: the sampler and the trainer would see two policies")
     judge = TrajectoryJudge(config.judge)
@@ -64,17 +61,8 @@ def train(config: Config) -> Path:
     set_seed(config.seed)
     with state.main_process_first():  # the others read what it built
         graphs = load_graphs(config, tasks.conversations, SentenceEncoder(config.encoder))
-        if not (run / "ranker.json").exists():
-            try:
-                ranker = fit_ranker(tasks, graphs, config.env)
-                if config.env.order == "reader":
-                    own = (tasks, graphs, config.env)  # the reader is let go: the rank loads it again
-                    ranker = fit_reading(ranker, LocalReader.from_pretrained(config.model, config.dtype), *own)
-                ranker.save(run / "ranker.json")
-            except DataError:
-                if config.env.order != "search":  # else it is a row of the evaluation, and left out there
-                    raise
-        memories = Memories(graphs, config.env, rank_of(config, run))
+    fit_order(config, run, tasks, graphs)
+    memories = Memories(graphs, config.env, training_rank(config, run, tasks))
     if config.warm_start.rows and not (run / "warm_start" / "adapter_config.json").exists():
         warm_start(config, run, new_adapter(config), chat, teach_rows(config, tasks, memories, chat))
         state.wait_for_everyone()
@@ -82,16 +70,3 @@ def train(config: Config) -> Path:
     model = load_adapter(config, start, trainable=True) if start.exists() else new_adapter(config)
     train_grpo(config, run, model, Rollouts(config, tasks, memories, chat, judge))
     return run
-
-
-def new_adapter(config: Config) -> Any:
-    """Return the base model with a fresh LoRA adapter, dropout 0."""
-    base = load_language_model(config.model, config.dtype)
-    defaults = {"r": 16, "lora_alpha": 32, "target_modules": LINEAR, "task_type": "CAUSAL_LM"}
-    torch.manual_seed(config.seed)
-    return get_peft_model(base, LoraConfig(**{**defaults, **config.lora, "lora_dropout": 0.0}))
-
-
-def load_adapter(config: Config, path: Path, *, trainable: bool = False) -> Any:
-    """Return the base model with a saved adapter."""
-    return PeftModel.from_pretrained(load_language_model(config.model, config.dtype), str(path), is_trainable=trainable)

@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 from cuewalk.env import LABELS
-from cuewalk.env.render import CANDIDATE
 from cuewalk.memory.models import well_formed
 
 
@@ -61,7 +60,6 @@ class Chat:
                     f"use a model whose tokenizer keeps ' {label}' whole"
                 )
             self.letters[label] = ids[0]
-        self.verdicts = (self.untrusted(" yes")[-1], self.untrusted(" no")[-1])  # of a line, see Chat.marks
 
     def first(self, observation: str) -> list[int]:
         """Return the prompt: the first observation in its turn, up to where the policy speaks."""
@@ -74,14 +72,6 @@ class Chat:
     def action(self, text: str) -> list[int]:
         """Return an action's ids with its end of turn, as the warm start teaches them."""
         return [*self.untrusted(text), self.end]
-
-    def marks(self, observation: str) -> dict[str, int]:
-        """Return where each candidate's line ends: its label, and its letter's place counted from the turn's end."""
-        observation = self._broken(observation)
-        encoded = self.tokenizer(observation, add_special_tokens=False, split_special_tokens=True)
-        length = len(encoded["input_ids"]) + len(self._reply)
-        lines = CANDIDATE.finditer(observation)
-        return {line["label"]: encoded.char_to_token(line.start("label")) - length for line in lines}
 
     def read(self, ids: Iterable[int]) -> str:
         """Return the text of sampled ids; an end of turn at the end is left out, other special tokens are shown."""

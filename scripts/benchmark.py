@@ -44,12 +44,12 @@ from cuewalk.memory.encoder import FloatArray
 from cuewalk.memory.index import HybridIndex
 from cuewalk.memory.models import decoder_and_head, load_tokenizer, run_decoder
 from cuewalk.memory.records import say
+from cuewalk.rl.adapters import new_adapter
 from cuewalk.rl.config import parse_config
 from cuewalk.rl.grpo import WalkTrainer, prepare_arguments
 from cuewalk.rl.rollout import walk
 from cuewalk.rl.run import provenance
 from cuewalk.rl.sampler import TransformersSampler
-from cuewalk.rl.train import new_adapter
 from cuewalk.rl.transcript import Chat
 from cuewalk.scripts.grammar import lawful
 from cuewalk.scripts.results import race, table

@@ -7,6 +7,7 @@ any other (its policy `trained` is then the control); the same command again goe
   placebo   GRPO with its advantages shuffled over each step's rows: all of it but what was right
   rft       rejection sampling: the best trajectories of a group are imitated, the others count for nothing
   per_pick  GRPO with credit a pick: what was found from that pick on, less what the group's others found from there
+  enumerated  groups of all first actions, STOP and each letter once, weighted by their probabilities: none is sampled
   more_sft  the warm start goes on with other walks, for as many steps as fit in the time that GRPO took
 
 For example:
@@ -23,19 +24,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch.nn.utils.rnn import pad_sequence
 
-from cuewalk.env import Question, Tasks
+from cuewalk.env import Question, RetrievalEnv, Tasks
 from cuewalk.env.tasks import select
 from cuewalk.judges import TrajectoryJudge, covered
 from cuewalk.memory import SentenceEncoder
 from cuewalk.memory.models import load_tokenizer
+from cuewalk.rl.adapters import load_adapter
 from cuewalk.rl.config import Config, ConfigError, load_config
-from cuewalk.rl.data import Memories, load_graphs, load_part, rank_of
+from cuewalk.rl.data import Memories, load_graphs, load_part
 from cuewalk.rl.grpo import Group, Rollouts, WalkTrainer, prepare_arguments, train_grpo
+from cuewalk.rl.order import training_rank
 from cuewalk.rl.rollout import Row, Sampler
 from cuewalk.rl.run import last_step, open_run
-from cuewalk.rl.train import load_adapter
 from cuewalk.rl.transcript import Chat
 from cuewalk.rl.warm_start import teach_rows, warm_start
 from cuewalk.scripts.calibrate import check_judge
@@ -113,6 +116,55 @@ class Picks(Rollouts):
         return [reward - sum(earned[:pick]) for pick in range(len(earned) + 1)]
 
 
+class Weighing(WalkTrainer):
+    """Each row's loss has its probability as weight: K π(a), for the gradient of Σ_a π(a) Q(a) over K rows a group."""
+
+    def _get_per_token_logps_and_entropies(self, *arguments: Any, **rest: Any) -> Any:
+        found = super()._get_per_token_logps_and_entropies(*arguments, **rest)
+        if self._inputs is not None and self._scored is not None:
+            chances = (found[0].detach() * self._scored).sum(1).exp()
+            self._inputs["advantages"] = self._inputs["advantages"] * chances * self.num_generations
+        return found
+
+
+class Enumerated(Rollouts):
+    """Groups of every action of the first state once, STOP and each letter alone, with a stop then: none is sampled.
+
+    Only what is decided counts: whether to stop, and the letter. Where there are fewer letters than rows, the rest
+    fill up: nothing of them is masked in, and they get no verdict.
+    """
+
+    def walk(self, envs: Sequence[Sequence[RetrievalEnv]], sampler: Sampler, seeds: Sequence[int]) -> list[list[Row]]:
+        """Take the actions; nothing is asked of the sampler."""
+        return [
+            [self._row(env, place, seed) for place, env in enumerate(group)]
+            for group, seed in zip(envs, seeds, strict=True)
+        ]
+
+    def _row(self, env: RetrievalEnv, place: int, seed: int) -> Row:
+        prompt = self.chat.first(env.reset(seed=seed, options={"shuffle_labels": True})[0])
+        labels = [label for label, _ in env.state.frontier]
+        action = "STOP" if place == 0 or place > len(labels) else f"EXPAND {labels[place - 1]}"
+        said = self.chat.action(action)
+        if not env.step(action)[2]:
+            env.step("STOP")
+        decided = {0} if place == 0 else {0, len(said) - 2} if place <= len(labels) else set[int]()
+        return Row(env, prompt, said, [int(at in decided) for at in range(len(said))], [0.0] * len(said))
+
+
+def enumerating(config: Config) -> Config:
+    """Return the settings under which enumerated groups have a row for every action, and an exact gradient."""
+    if config.grpo.get("beta") or config.grpo.get("loss_type") in ("grpo", "sapo"):
+        raise ConfigError(
+            "config: enumerated groups have an exact gradient only without grpo.beta and with a grpo.loss_type that "
+            "weighs tokens alike (dapo, the default); remove them"
+        )
+    size = config.env.frontier_cap + 1
+    groups = max(1, int(config.grpo.get("per_device_train_batch_size", 32)) // size)
+    grpo = config.grpo | {"num_generations": size, "per_device_train_batch_size": groups * size}
+    return replace(config, grpo=grpo, sampling=replace(config.sampling, engine="transformers", server=None))
+
+
 def pick_advantages(returns: Sequence[Sequence[float]]) -> list[list[float]]:
     """Return each walk's returns less the mean of those that the group's walks have at the same pick."""
     longest = max(map(len, returns), default=0)
@@ -140,9 +192,13 @@ def spread(row: Row, advantages: Sequence[float], end: int) -> list[float]:
     return spread_out
 
 
-KINDS: dict[str, type[WalkTrainer]] = {
-    "grpo": WalkTrainer, "placebo": Placebo, "rft": Rejecting, "per_pick": PerPick,
-}  # fmt: skip
+KINDS: dict[str, tuple[type[WalkTrainer], type[Rollouts]]] = {
+    "grpo": (WalkTrainer, Rollouts),
+    "placebo": (Placebo, Rollouts),
+    "rft": (Rejecting, Rollouts),
+    "per_pick": (PerPick, Picks),
+    "enumerated": (Weighing, Enumerated),
+}
 
 
 def prepare(source: Path, config: Config) -> Path:
@@ -150,7 +206,7 @@ def prepare(source: Path, config: Config) -> Path:
     if not (source / "warm_start" / "adapter_config.json").exists():
         raise ConfigError(f"no warm start in {source}; train that run first with `cuewalk train --config …`")
     run = open_run(config)
-    for name in ("warm_start", "walks"):
+    for name in ("warm_start", "walks", "reader", "blind"):
         if (source / name).exists() and not (run / name).exists():
             shutil.copytree(source / name, run / name)
     if (source / "ranker.json").exists():
@@ -174,14 +230,16 @@ def steps_for(source: Path) -> int:
 
 def train_control(kind: str, source: Path, config: Config) -> Path:
     """Train a control from the warm start of `source` in the run directory of `config`, and return that."""
-    run, chat = prepare(source, config), Chat(load_tokenizer(config.model))
+    config = enumerating(config) if kind == "enumerated" else config
+    with PartialState(cpu=not torch.cuda.is_available()).main_process_first():
+        run, chat = prepare(source, config), Chat(load_tokenizer(config.model))
     wants_more = 0 < last_step(run / "grpo") < prepare_arguments(config, run).max_steps
     if (run / "trained" / "adapter_config.json").exists() and not wants_more:
         return run
     check_judge(config)
     tasks: Tasks = select(load_part(config.data, "train"), evidence=True, clean=True)
     graphs = load_graphs(config, tasks.conversations, SentenceEncoder(config.encoder))
-    memories = Memories(graphs, config.env, rank_of(config, run))
+    memories = Memories(graphs, config.env, training_rank(config, run, tasks))
     model = load_adapter(config, run / "warm_start", trainable=True)
     if kind == "more_sft":
         steps, batch = steps_for(source), int(config.sft.get("per_device_train_batch_size", 4))
@@ -191,8 +249,8 @@ def train_control(kind: str, source: Path, config: Config) -> Path:
         warm_start(more, run / "more_sft", model, chat, teach_rows(more, tasks, memories, chat))
         shutil.copytree(run / "more_sft" / "warm_start", run / "trained")
         return run
-    rollouts = (Picks if kind == "per_pick" else Rollouts)(config, tasks, memories, chat, TrajectoryJudge(config.judge))
-    train_grpo(config, run, model, rollouts, KINDS[kind])
+    trainer, rollouts = KINDS[kind]
+    train_grpo(config, run, model, rollouts(config, tasks, memories, chat, TrajectoryJudge(config.judge)), trainer)
     return run
 
 

@@ -12,13 +12,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from pydantic import TypeAdapter
-from scipy.special import logit
 from sklearn.metrics import roc_auc_score
 from tqdm import tqdm
 
-from cuewalk.env import Expand, Question, Stop, Tasks, Trajectory, format_action
+from cuewalk.env import Question, Tasks, Trajectory
 from cuewalk.env.render import CANDIDATE, RENDERER
 from cuewalk.env.tasks import DataError, select, splits
 from cuewalk.judges import JudgeError, TrajectoryJudge, covered, evidence_recall
@@ -50,14 +48,6 @@ Measured = tuple[str, str, str, float | None]
 
 TOP_K = (5, 8, 10, 20)
 COMPARED = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward")
-
-
-@dataclass(frozen=True)
-class Marked:
-    """What a model says at the lines of a first state: yes against no, in order of the frontier."""
-
-    said: tuple[float, ...]
-    tokens: int  #: Of the prompt.
 
 
 class Altered(Chat):
@@ -110,50 +100,16 @@ class Bench:
             found.append(([hit.entry for hit in hits[:count]], 0))
         return found
 
-    def marks(self, model: Any, questions: Sequence[Question]) -> dict[str, Marked]:
-        """Ask a warm start what it says at the candidates' lines of each first state; kept as walks are."""
-        path = self.kept("warm_start marks")
-        known = TypeAdapter(dict[str, Marked])
-        kept = known.validate_json(path.read_bytes() if path.exists() else b"{}")
-        for question in tqdm([q for q in questions if q.id not in kept], desc="marks", unit="question", disable=None):
+    def lines_told(self) -> float | None:
+        """Return how well the scores at the lines of the first states tell which hold missing evidence: an AUROC."""
+        shown, holds = list[float](), list[bool]()
+        for question in self.tasks.questions:
             env = self.memories.env(question)
-            observation, _ = env.reset()
-            ids, marks = self.chat.first(observation), self.chat.marks(observation)
-            with torch.no_grad():
-                logits = model(input_ids=torch.tensor([ids], device=model.device)).logits[0]  # right for any head
-            said = logits[list(marks.values())][:, list(self.chat.verdicts)].float()
-            kept[question.id] = Marked(tuple((said[:, 0] - said[:, 1]).tolist()), len(ids))
-            _write(path, known.dump_json(kept))
-        return {question.id: kept[question.id] for question in questions}
-
-    def take_marked(self, marks: Mapping[str, Marked], weight: float, questions: Sequence[Question]) -> list[Found]:
-        """Retrieve the three candidates of the highest marks, plus `weight` times their log odds."""
-        found: list[Found] = []
-        for question in questions:
-            env, marked = self.memories.env(question), marks[question.id]
             env.reset()
-            chances = np.clip([link.score**2 for _, link in env.state.frontier], 1e-4, 1 - 1e-4)
-            order = np.argsort(-(np.array(marked.said) + weight * logit(chances)), kind="stable")
-            labels = tuple(env.state.frontier[place][0] for place in order[: min(3, env.affordable)])
-            for action in (Expand(labels), Stop()) if labels else (Stop(),):
-                if env.state.ending is None:
-                    env.step(format_action(action))
-            found.append((env.trajectory(), marked.tokens))
-        return found
-
-    def reading(self, marks: Mapping[str, Marked]) -> dict[str, float | None]:
-        """Return how well marks, and the score shown beside them, tell the lines that hold missing evidence: AUROCs."""
-        said, shown, holds = list[float](), list[float](), list[bool]()
-        for id_, marked in marks.items():
-            env = self.memories.env(next(question for question in self.tasks.questions if question.id == id_))
-            env.reset()
-            missing = set(self.tasks.gold[id_].evidence) - covered(env.graph, env.state.working)
-            said += marked.said
+            missing = set(self.tasks.gold[question.id].evidence) - covered(env.graph, env.state.working)
             shown += [link.score for _, link in env.state.frontier]
             holds += [not missing.isdisjoint(covered(env.graph, [link.entry])) for _, link in env.state.frontier]
-        if len(set(holds)) < 2:
-            return {"marks": None, "score": None}
-        return {"marks": float(roc_auc_score(holds, said)), "score": float(roc_auc_score(holds, shown))}
+        return float(roc_auc_score(holds, shown)) if len(set(holds)) == 2 else None
 
     def walk(self, policy: baselines.Scripted, questions: Sequence[Question]) -> list[Found]:
         """Retrieve by a policy without a model."""
@@ -195,7 +151,8 @@ class Bench:
         asked = sorted((question.id, question.text) for question in self.tasks.questions)
         whole = hashlib.sha256(repr((tree, graphs, asked, RENDERER, GRAMMAR)).encode("utf-8", "surrogatepass"))
         run = Path(self.config.run_dir)
-        for path in (run / policy.split()[0] / "adapter_model.safetensors", run / "ranker.json"):
+        adapters = (run / name / "adapter_model.safetensors" for name in (policy.split()[0], "reader"))
+        for path in (*adapters, run / "ranker.json"):
             whole.update(path.read_bytes() if path.exists() else b"")
         return whole.hexdigest()[:12]
 
@@ -323,17 +280,19 @@ def evaluate(config: Config) -> dict[str, Any]:
         **{name: partial(bench.walk, policy) for name, policy in scripted.items()},
     }
     measured = [row for name, retrieve in retrievers.items() for row in bench.measure(name, part.questions, retrieve)]
+    lines = [{"order": config.env.order, "auroc": bench.lines_told()}]
     if config.env.order == "reader":  # what the reader is worth
         alone = replace(bench, memories=Memories(graphs, replace(config.env, order="ranker"), Remembered(ranker)))
         for count in (3, 4):
             taken = partial(alone.walk, baselines.expand_top(count))
             measured += alone.measure(f"unread_top={count}", part.questions, taken)
+        lines.append({"order": "ranker", "auroc": alone.lines_told()})
     asked = model_questions(config, part)
     base = partial(load_language_model, config.model, config.dtype)
     for name in ("untrained", "untrained_grammar") if "untrained" in config.evaluation.policies else ():
         serve = partial(bench.serve, base(), name == "untrained_grammar")
         measured += bench.measure(name, asked, serve, config.evaluation.batch)
-    more: dict[str, list[dict[str, Any]]] = {"curves": [], "stopping": [], "controls": [], "reading": []}
+    more: dict[str, list[dict[str, Any]]] = {"curves": [], "stopping": [], "controls": []}
     for name in ("warm_start", "trained"):
         if name in config.evaluation.policies and (run / name / "adapter_config.json").exists():
             rows, found = measure_adapter(bench, replace(bench, tasks=val), name, asked)
@@ -342,7 +301,7 @@ def evaluate(config: Config) -> dict[str, Any]:
     whole = pd.DataFrame(measured, columns=COLUMNS)
     conversation = whole["question"].map({question.id: question.conversation_id for question in part.questions})
     whole.assign(conversation=conversation).to_csv(run / f"measures_{config.evaluation.part}.csv", index=False)
-    return summarise(bench, whole, [question.id for question in asked]) | more
+    return summarise(bench, whole, [question.id for question in asked]) | more | {"lines": lines}
 
 
 def measure_adapter(
@@ -353,7 +312,7 @@ def measure_adapter(
     Also returned: its curve over offsets, how well it knows when to stop beside the rule on the best candidate's score,
     and what a warm start earns on validation where it can't read.
     """
-    from cuewalk.rl.train import load_adapter  # peft is loaded only where an adapter is
+    from cuewalk.rl.adapters import load_adapter  # peft is loaded only where an adapter is
 
     model, sampling = load_adapter(bench.config, Path(bench.config.run_dir) / name), bench.config.sampling
     tried = on_val.curves(f"{name} on validation", model, on_val.tasks.questions)
@@ -373,15 +332,8 @@ def measure_adapter(
         rows += bench.measure(label, asked, partial(_cut, served, chosen), len(asked), timed=False)
     rule, lead = ((on_val.scores(by, tried), bench.scores(by, served)) for by in (None, "margin"))
     stops = [{"policy": "top_score", **stopping(*rule)}, {"policy": name, **stopping(*lead)}]
-    reads = []
-    if name == "warm_start" and bench.config.warm_start.pointwise:
-        marks = bench.marks(model, asked)
-        reads.append(bench.reading(marks))
-        joined = {"pointwise+score": 1.0} if bench.config.env.order != "search" else {}  # else no chance is shown
-        for label, weight in {"pointwise": 0.0, **joined}.items():
-            rows += bench.measure(label, asked, partial(bench.take_marked, marks, weight), timed=False)
     curve = {"policy": name, "chosen": offset, "points": bench.points(served)}
-    return rows, {"curves": [curve], "stopping": stops, "controls": controls, "reading": reads}
+    return rows, {"curves": [curve], "stopping": stops, "controls": controls}
 
 
 def nearest_threshold(val: Bench) -> float:

@@ -36,7 +36,7 @@ PAIRS = (
     ("trained", "top_k=8"), ("trained", "expand_top=4"), ("trained", "unread_top=4"), ("trained", "ranker"),
     ("trained", "warm_start"), ("expand_top=4", "unread_top=4"), ("unread_top=4", "top_k=8"),
     ("trained+offset", "warm_start+offset"), ("trained+offset", "expand_top=4"), ("warm_start+offset", "expand_top=4"),
-    ("pointwise", "expand_top=3"), ("pointwise+score", "expand_top=3"), ("expand_top=4", "top_k=8"),
+    ("expand_top=4", "top_k=8"),
     ("ranker", "top_k=8"), ("oracle", "trained"),
 )  # fmt: skip
 
@@ -144,10 +144,9 @@ def markdown(result: dict[str, Any]) -> str:
         "blanked, and with another question asked. A policy that reads loses by both.",
         table([row | {"run": run["name"], "sees": row["control"] or "everything"}
                for run in result["runs"] for row in run["controls"]], ("run", "policy", "sees", "reward")),
-        "At the lines of the first states: how well the warm start's marks tell which hold missing evidence, and how "
-        "well the score shown beside them does (AUROC over all lines).",
-        table([row | {"run": run["name"]} for run in result["runs"] for row in run["reading"]],
-              ("run", "marks", "score")),
+        "How well the scores at the lines of the first states tell which hold missing evidence (AUROC over all lines).",
+        table([row | {"run": run["name"]} for run in result["runs"] for row in run["lines"]],
+              ("run", "order", "auroc")),
         *_beside_text(result),
         *_everyone_text(result),
         "## Runs",
@@ -232,7 +231,7 @@ def main() -> None:
         parser.error(str(error))
     runs = [asked_alone(run) for run in whole]
     told = (
-        "name", "command", "commit", "versions", "seeds", "data", "training", "stopping", "controls", "reading",
+        "name", "command", "commit", "versions", "seeds", "data", "training", "stopping", "controls", "lines",
     )  # fmt: skip
     facts = [{key: result[key] for key in told} for result, _ in runs]
     for fact in facts:  # ids of the questions stay in each run's own result

@@ -24,13 +24,13 @@ from cuewalk.env.tasks import join_tasks, select
 from cuewalk.judges import covered, evidence_recall
 from cuewalk.memory import LINK_KINDS, BuildConfig, MemoryGraph, SentenceEncoder, build_graph
 from cuewalk.memory.groups import GroupConfig, Groups, objective
-from cuewalk.memory.hierarchy import select_backbone
 from cuewalk.memory.models import load_tokenizer
 from cuewalk.memory.reader import LocalReader
 from cuewalk.rl.oracle import oracle_action
 from cuewalk.scripts.baselines import run_scripted
 from cuewalk.scripts.contexts import FORMS, Form, render_context
 from cuewalk.scripts.expansion import expand_while_surer
+from cuewalk.scripts.hierarchy import select_backbone
 from cuewalk.scripts.inspection import describe
 from cuewalk.scripts.paired import compare
 from cuewalk.scripts.results import made_by, measure, table

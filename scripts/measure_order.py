@@ -2,10 +2,12 @@
 
     CUEWALK_DATA=path/to/data python -m cuewalk.scripts.measure_order [--out docs/results/order]
 
-On the conversations that settings are chosen on (26, 30, 41, 43, 47), each with a ranker trained on the others.
+On the conversations that settings are chosen on (26, 30, 41, 43, 47), each half with a ranker, and a reader, trained on
+the other half. What is trained is kept in checkpoints/order: the same command goes on where it ended.
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,13 +16,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from cuewalk.env import RetrievalEnv
+from cuewalk.env import Rank, RetrievalEnv, Tasks
 from cuewalk.env.tasks import select
 from cuewalk.judges import evidence_recall
-from cuewalk.memory import BuildConfig
-from cuewalk.memory.reader import LocalReader
-from cuewalk.rl.config import load_config
-from cuewalk.rl.ranker import Ranker, fit_ranker
+from cuewalk.memory import BuildConfig, MemoryGraph
+from cuewalk.rl.config import Config, load_config
+from cuewalk.rl.order import blind_parts, fit_part, readings
 from cuewalk.rl.reading import Reading, fit_reading
 from cuewalk.scripts.baselines import expand_top, run_scripted
 from cuewalk.scripts.measure_memory import build, head, load, tokens
@@ -28,31 +29,43 @@ from cuewalk.scripts.measures import measure_entries, tokens_read
 from cuewalk.scripts.paired import compare
 from cuewalk.scripts.results import interval, made_by, markdown_table, measure, table
 
-ORDERS = ("ranker", "reader")
-NAMES = ("recall_at_8", "recall_at_300t", "evidence_recall", "context_tokens", "inference_tokens", "reward")
+EPOCHS = {"ranker": 0, "reader": 0, "trained reader": 1}  # of the reader's training, by order
+PAIRS = (("reader", "ranker"), ("trained reader", "reader"), ("trained reader", "ranker"))
+KS, COUNTS = (3,), (1, 2, 3, 4)
+METRICS = ("recall_at_8", "recall_at_300t", "evidence_recall")
+NAMES = (*METRICS, "context_tokens", "inference_tokens", "reward")
+
+
+def ranks(config: Config, run: Path, tasks: Tasks, graphs: Mapping[str, MemoryGraph]) -> dict[str, Reading]:
+    """Return what orders each conversation, fitted and trained on the half of them that it is not in."""
+    parts = blind_parts(config, run, tasks)
+    for folder, hidden in parts.items():
+        fit_part(config, folder, hidden, tasks, graphs)
+    found = readings(config, parts)
+    weights = fit_reading(found, tasks, graphs, config.env)
+    return {id_: replace(own, ranker=replace(own.ranker, reading=weights)) for id_, own in found.items()}
 
 
 def picks() -> dict[str, list[dict[str, Any]]]:
     """Measure a first search of k entries, then so many candidates as they are ordered; by order, k and count."""
     recipe = load_config(Path(__file__).parents[1] / "configs" / "locomo_cpu.yaml")
     tasks, graphs = load("dev"), build("dev", BuildConfig())
-    reader = LocalReader.from_pretrained(recipe.model, recipe.dtype)
+    known = select(tasks, clean=True)
     found: dict[tuple[str, int, int], dict[str, list[Any]]] = defaultdict(dict)
-    for (order, k), left_out in tqdm(list(product(product(ORDERS, (3, 5)), graphs)), desc="order", disable=None):
-        rules = replace(recipe.env, k=k, order=order)  # type: ignore[arg-type]
-        others = select(tasks, ids=[q.id for q in tasks.questions if q.conversation_id != left_out], clean=True)
-        ranker = fit_ranker(others, graphs, rules)
-        rank: Ranker | Reading = ranker
-        if order == "reader":
-            rank = Reading(fit_reading(ranker, reader, others, graphs, rules), reader)
-        for question in (q for q in tasks.questions if q.conversation_id == left_out):
-            gold, env = tasks.gold[question.id], RetrievalEnv(graphs[left_out], question, rules, rank=rank)
-            read, walked = float(tokens_read(env)), run_scripted(expand_top(rules.budget), env, gold)
-            first = evidence_recall(env.graph, walked.first, gold)
+    for order, epochs in EPOCHS.items():
+        config = replace(recipe, reading=replace(recipe.reading, epochs=epochs))
+        by_conversation = ranks(config, Path("checkpoints/order") / str(epochs), known, graphs)
+        for k, question in tqdm(list(product(KS, tasks.questions)), desc=order, unit="question", disable=None):
+            gold, rules = tasks.gold[question.id], replace(recipe.env, k=k)
+            own_rank = by_conversation[question.conversation_id]
+            rank: Rank = own_rank.ranker if order == "ranker" else own_rank
+            walker = RetrievalEnv(graphs[question.conversation_id], question, rules, rank=rank)
+            read, walked = float(tokens_read(walker)), run_scripted(expand_top(rules.budget), walker, gold)
+            first = evidence_recall(walker.graph, walked.first, gold)
             for count in range(rules.budget + 1):
                 entries = walked.working[: k + count]
-                own = measure_entries(env.graph, question, gold, entries, tokens, recipe.judge.similarity)
-                gain = evidence_recall(env.graph, entries, gold) - first
+                own = measure_entries(walker.graph, question, gold, entries, tokens, recipe.judge.similarity)
+                gain = evidence_recall(walker.graph, entries, gold) - first
                 own |= {"inference_tokens": read, "reward": gain - recipe.judge.price * count}
                 found[order, k, count][question.id] = [own[name] for name in NAMES]
     rows = [
@@ -61,9 +74,9 @@ def picks() -> dict[str, list[dict[str, Any]]]:
     ]
     conversation = {question.id: question.conversation_id for question in tasks.questions}
     pairs = []
-    for k, count, name in product((3, 5), (3, 4), ("recall_at_8", "recall_at_300t", "evidence_recall")):
-        a, b = ({id_: own[NAMES.index(name)] for id_, own in found[order, k, count].items()} for order in ORDERS[::-1])
-        pairs.append({"k": k, "picks": count, "metric": name, **compare(a, b, conversation)})
+    for (a, b), k, count, name in product(PAIRS, KS, COUNTS, METRICS):
+        one, other = ({id_: row[NAMES.index(name)] for id_, row in found[of, k, count].items()} for of in (a, b))
+        pairs.append({"a": a, "b": b, "k": k, "picks": count, "metric": name, **compare(one, other, conversation)})
     return {"rows": rows, "pairs": pairs}
 
 
@@ -71,19 +84,20 @@ def markdown(result: dict[str, Any]) -> str:
     """Return the result as tables."""
     columns = ("order", "k", "picks", *NAMES)
     paired = [
-        (*(row[key] for key in ("k", "picks", "metric", "n")), f"{row['difference']:+.3f}",
+        (f"{row['a']} − {row['b']}", *(row[key] for key in ("k", "picks", "metric", "n")), f"{row['difference']:+.3f}",
          interval(row["low"], row["high"]))
         for row in result["picks"]["pairs"]
     ]  # fmt: skip
     parts = [
         "# The order of the candidates, measured",
         f"{made_by(result)} LoCoMo, conversations 26, 30, 41, 43, 47 (n = {result['data']['n_dev']}), the frontier of "
-        "configs/locomo_cpu.yaml. A first search of k entries, then so many candidates, as a ranker orders them that "
-        "was trained on the other conversations (`ranker`), or with SmolLM2-135M reading its best twelve (`reader`). "
-        "`reward` is what the picks earn at the default price, `inference_tokens` what the reader read.",
+        "configs/locomo_cpu.yaml. A first search of k entries, then so many candidates, as a ranker orders them "
+        "(`ranker`), or with SmolLM2-135M reading its best twelve, as it is (`reader`) or trained to read (`trained "
+        "reader`); each trained on the half of these conversations that the one ordered is not in. `reward` is what "
+        "the picks earn at the default price, `inference_tokens` what the reader read.",
         table(result["picks"]["rows"], columns),
-        "Reader less ranker, by question, averaged within each conversation; 95% interval by t over conversations.",
-        markdown_table(("k", "picks", "metric", "n", "difference", "interval"), paired),
+        "By question, averaged within each conversation; 95% interval by t over conversations.",
+        markdown_table(("a − b", "k", "picks", "metric", "n", "difference", "interval"), paired),
     ]
     return "\n\n".join(parts) + "\n"
 

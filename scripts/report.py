@@ -113,15 +113,12 @@ def markdown(result: dict[str, Any]) -> str:
                 (row["policy"], row["control"] or "everything", _number(row["reward"])) for row in result["controls"]
             ]),
         ]  # fmt: skip
-    if result.get("reading"):
-        parts += [
-            "At the candidates' lines of the first states: how well the warm start's marks tell which lines hold "
-            "missing evidence, and how well the score shown there does (AUROC over all lines). The rows `pointwise` "
-            "and `pointwise+score` take three lines by the marks, and by both.",
-            markdown_table(
-                ("marks", "score"), [[_number(value) for value in row.values()] for row in result["reading"]]
-            ),
-        ]
+    parts += [
+        "## What the order tells",
+        "How well the scores at the candidates' lines of the first states tell which of them hold missing evidence "
+        "(AUROC over all lines).",
+        markdown_table(("order", "AUROC"), [(row["order"], _number(row["auroc"])) for row in result["lines"]]),
+    ]
     titles = ("metric", "a − b", "difference", "t interval", "question interval", "n", "by conversation")
     parts += [
         "## recall@8 by category",

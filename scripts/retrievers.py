@@ -23,12 +23,12 @@ from cuewalk.env import Question
 from cuewalk.env.records import words
 from cuewalk.memory import MemoryGraph, Segment
 from cuewalk.memory.encoder import FloatArray
-from cuewalk.memory.hierarchy import select_backbone
 from cuewalk.memory.index import best, fuse_ranks
 from cuewalk.memory.reader import LocalReader
 from cuewalk.memory.records import format_date, say
 from cuewalk.scripts.blocks import Block, Piece, Retrieved, entry_blocks, message_block
 from cuewalk.scripts.expansion import expand_while_surer
+from cuewalk.scripts.hierarchy import select_backbone
 
 KEPT_WORDS = {
     *("no", "not", "never", "none", "nothing", "nobody", "neither", "nor", "without", "cannot"),

@@ -176,7 +176,7 @@ def _walkers(kit: Kit) -> list[System]:
     if (weights := run / "trained" / "adapter_model.safetensors").exists():
 
         def trained() -> Retrieve:
-            from cuewalk.rl.train import load_adapter  # peft and trl are loaded only where an adapter is
+            from cuewalk.rl.adapters import load_adapter  # peft is loaded only where an adapter is
 
             return TrainedPolicy(load_adapter(config, run / "trained"), kit.chat, config.sampling, rules, rank)
 

@@ -117,17 +117,15 @@ def test_a_model_segments_extracts_merges_and_names_anchors(encoder, tmp_path):
     # One segmentation, two extractions, one decision (Lovely and Ann trip have nothing near), one of anchors.
     assert report["calls"] == len(asked) == 5 and report["rejected"] == 0
     assert (report["prompt_tokens"], report["completion_tokens"]) == (500, 50)
-    assert report["completion_tokens_without_offsets"] > 50
     assert all(body["temperature"] == 0 and body["response_format"]["type"] == "json_schema" for body in asked)
 
 
 def test_by_offsets_no_text_is_written_again(encoder, tmp_path):
     with serving(good) as (url, asked):
-        graph, extractor = build(url, encoder, tmp_path, values="offsets")
+        graph, _ = build(url, encoder, tmp_path, values="offsets")
     for body in asked:  # the endpoint is not even allowed to write any
         schema = json.dumps(body["response_format"]["json_schema"]["schema"])
         assert '"value"' not in schema and '"summary"' not in schema
-    assert extractor.report()["completion_tokens_without_offsets"] > extractor.report()["completion_tokens"]
     assert graph.entries["e0"].value == "Ann (1 May 2024): I got a dog\nBob (1 May 2024): Lovely\n" + (
         "Ann (1 May 2024): We moved to Oslo\nBob (1 May 2024): The dog likes Oslo"
     )  # the second segment's "Ann dog" joined the first's

@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from cuewalk.env import EnvConfig
-from cuewalk.env.state import first_state
 from cuewalk.memory import BuildConfig, Filter, build_graph
 from cuewalk.memory.groups import GroupConfig
-from cuewalk.memory.hierarchy import cover, select_backbone
 from cuewalk.memory.reader import LocalReader
 from cuewalk.scripts.contexts import FORMS, render_context
 from cuewalk.scripts.expansion import expand_while_surer
+from cuewalk.scripts.hierarchy import cover, select_backbone
 from cuewalk.scripts.measure_memory import context_sources
 
 
@@ -48,14 +46,6 @@ def test_stage_one_goes_by_groups_then_by_their_entries(grouped):
 def test_without_groups_stage_one_says_what_to_do(graph):
     with pytest.raises(ValueError, match="build with memory.groups, or use search"):
         select_backbone(graph, "dog", 3)
-
-
-def test_stage_one_can_be_the_policys_first_search(grouped):
-    state = first_state(grouped, "dog", EnvConfig(k=6, first="groups"))
-    assert sorted(state.working) == [f"e{i}" for i in range(6)]  # what it leaves out, search fills up
-    assert state.working[:2] == ("e0", "e5")
-    chosen = [link.entry for link in select_backbone(grouped, "garden", 3)]
-    assert list(first_state(grouped, "garden", EnvConfig(k=3, first="groups")).working[: len(chosen)]) == chosen
 
 
 def test_group_links_and_neighbouring_groups(grouped):

@@ -11,6 +11,8 @@ import yaml
 from safetensors.torch import load_file
 
 from cuewalk.memory import Conversation, Message, SentenceEncoder, build_graph, save_graph
+from cuewalk.rl.adapters import new_adapter
+from cuewalk.rl.config import load_config
 from cuewalk.scripts.cli import launch_command, main
 from tests.memory.test_extract import serving
 
@@ -189,7 +191,7 @@ def test_evaluating_nothing_says_to_train(tmp_path, tiny_model, capsys):
 @pytest.mark.slow
 def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     """`accelerate launch`, then evaluate and export, each in its own process; the tiny model learns nothing."""
-    path = write(tmp_path, tiny_model, env=SMALL["env"] | {"order": "reader"})
+    path = write(tmp_path, tiny_model, env=SMALL["env"] | {"order": "reader"}, reading={"epochs": 1})
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "CUEWALK_CACHE": str(tmp_path / "cache")}
     run = lambda *command: subprocess.run(  # noqa: E731
         [sys.executable, "-m", *command],
@@ -219,7 +221,7 @@ def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     }
     assert policies == walked | {f"top_k={k}" for k in (5, 8, 10, 20)} | {
         "untrained", "untrained_grammar", "warm_start", "warm_start+offset", "trained", "trained+offset",
-        "adaptive_k=gap", "adaptive_k=threshold", "pointwise", "pointwise+score", "unread_top=3", "unread_top=4",
+        "adaptive_k=gap", "adaptive_k=threshold", "unread_top=3", "unread_top=4",
     }  # fmt: skip
     assert [curve["policy"] for curve in result["curves"]] == ["warm_start", "trained"]
     assert [row["policy"] for row in result["stopping"]] == ["top_score", "warm_start", "trained"]
@@ -234,7 +236,7 @@ def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     for name in ("evaluation.md", "evaluation_entries.png", "evaluation_learning.png"):
         assert (tmp_path / "run" / name).stat().st_size > 100 and name in printed
     walks = {file: file.stat().st_mtime_ns for file in (tmp_path / "run" / "walks").iterdir()}
-    assert len(walks) == 2 * 2 + 2 + 1  # two adapters: on test, on validation; the warm start twice blind; the marks
+    assert len(walks) == 2 * 2 + 2  # two adapters: on test, on validation; the warm start twice blind
     run("cuewalk.scripts.cli", "evaluate", "--config", str(path))
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "run" / "walks").iterdir()} == walks  # none again
     again = json.loads((tmp_path / "run" / "evaluation.json").read_text())
@@ -244,10 +246,11 @@ def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     run("cuewalk.scripts.cli", "evaluate", "--config", str(path), "evaluation.policies=[trained]")
     alone = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert policies - {row["policy"] for row in alone["rows"]} == {
-        "untrained", "untrained_grammar", "warm_start", "warm_start+offset", "pointwise", "pointwise+score",
+        "untrained", "untrained_grammar", "warm_start", "warm_start+offset",
     }  # fmt: skip
     run("cuewalk.scripts.cli", "export", str(tmp_path / "run"), str(tmp_path / "policy"))
     assert (tmp_path / "policy" / "policy.json").exists()
+    assert (tmp_path / "policy" / "reader" / "adapter_model.safetensors").exists()
     memory = next((tmp_path / "memory").iterdir())
     told = run("cuewalk.scripts.cli", "retrieve", str(tmp_path / "policy"), str(memory), "Where?", "--order-only")
     assert "Ended: budget" in told.stdout
@@ -256,21 +259,34 @@ def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
 @pytest.mark.slow
 def test_two_processes_make_the_update_of_one(tmp_path, tiny_model):
     """Each rank takes half of the questions. Enumerated groups leave nothing to chance, so the adapters are equal."""
-    grpo = {"num_generations": 5, "max_steps": 2, "save_steps": 2, "learning_rate": 1e-2, "warmup_steps": 0}
-    common = {"warm_start": {"rows": 0}, "sampling": {"groups": "enumerated", "max_action_tokens": 8},
+    grpo = {"max_steps": 2, "save_steps": 2, "learning_rate": 1e-2, "warmup_steps": 0}
+    common = {"warm_start": {"rows": 0}, "sampling": {"max_action_tokens": 8},
               "env": {"k": 1, "budget": 3, "frontier_cap": 4, "new_lines": 1}}  # fmt: skip
     adapters = {}
     for processes in (1, 2):
         folder = tmp_path / str(processes)
         folder.mkdir()
         path = write(folder, tiny_model, **common, grpo=grpo | {"per_device_train_batch_size": 10 // processes})
-        command = ["cuewalk.scripts.cli", "train", "--processes", str(processes), "--config", str(path)]
+        new_adapter(load_config(path)).save_pretrained(folder / "run" / "warm_start")
+        command = [
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(processes),
+            "-m",
+            "cuewalk.scripts.controls",
+            "enumerated",
+            "--config",
+            str(path),
+            "--out",
+            str(folder / "out"),
+        ]
         done = subprocess.run(
             [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False,
             env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
-        adapters[processes] = load_file(folder / "run" / "trained" / "adapter_model.safetensors")
+        adapters[processes] = load_file(folder / "out" / "trained" / "adapter_model.safetensors")
     assert any(tensor.abs().max() > 1e-3 for name, tensor in adapters[1].items() if "lora_B" in name)  # it moved
     for name, tensor in adapters[1].items():
         assert torch.allclose(tensor, adapters[2][name], atol=1e-5), name

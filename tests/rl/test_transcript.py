@@ -51,8 +51,6 @@ def test_no_text_becomes_an_added_token_that_is_not_marked_as_special(tiny_model
     added = {tokenizer.convert_tokens_to_ids(token) for token in ("<tool_call>", "<tool")}
     assert added & set(tokenizer(text, split_special_tokens=True)["input_ids"])  # what is to be prevented
     assert not added & set(chat.untrusted(text)) and not added & set(chat.first(text))
-    prompt, marks = chat.first(text), chat.marks(text)
-    assert [chat.read([prompt[place]]).strip() for place in marks.values()] == ["A", "B"]
     assert chat.count("lone \ud800") == chat.count("lone ?")
 
 

@@ -20,11 +20,11 @@ from peft import PeftModel
 from cuewalk.env import EnvConfig, RetrievalEnv
 from cuewalk.judges import Verdict
 from cuewalk.memory.models import load_language_model
+from cuewalk.rl.adapters import new_adapter
 from cuewalk.rl.config import Config, ConfigError, SamplingConfig, parse_config
 from cuewalk.rl.grpo import WalkTrainer, importance_weights
 from cuewalk.rl.rollout import walk
 from cuewalk.rl.sampler import TransformersSampler
-from cuewalk.rl.train import new_adapter
 from cuewalk.rl.transcript import Chat
 from cuewalk.rl.vllm_sampler import InProcess, SamplerError, Server, VLLMSampler, check_vllm
 from tests.memory.test_vllm import SETTINGS, serving

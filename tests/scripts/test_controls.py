@@ -9,12 +9,24 @@ import torch
 
 from cuewalk.env import Ending, Gold, RetrievalEnv
 from cuewalk.judges import TrajectoryJudge
+from cuewalk.rl.adapters import new_adapter
 from cuewalk.rl.config import ConfigError
 from cuewalk.rl.data import Memories
 from cuewalk.rl.grpo import WalkTrainer, train_grpo
 from cuewalk.rl.rollout import Row
-from cuewalk.rl.train import new_adapter
-from cuewalk.scripts.controls import PerPick, Picks, Placebo, Rejecting, pick_advantages, prepare, spread, steps_for
+from cuewalk.scripts.controls import (
+    Enumerated,
+    PerPick,
+    Picks,
+    Placebo,
+    Rejecting,
+    Weighing,
+    enumerating,
+    pick_advantages,
+    prepare,
+    spread,
+    steps_for,
+)
 from cuewalk.scripts.throughput import rate
 from tests.rl.test_training import RULES, ByLetters, config, tasks  # noqa: F401 - fixtures
 
@@ -94,6 +106,59 @@ def test_credit_a_pick_trains(config, tasks, graph, chat, tmp_path):  # noqa: F8
     picks = Picks(config, tasks, Memories({"toy": graph}, config.env), chat, ByLetters())
     train_grpo(config, tmp_path / "run", model, picks, PerPick)
     assert picks.credit and any(not torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+ONE_STEP = {"max_steps": 1, "learning_rate": 0.0}
+
+
+def test_an_enumerated_group_is_every_action_once_and_its_gradient_exact(config, tasks, graph, chat, tmp_path):  # noqa: F811
+    """The gradient is that of the expected reward, Σ_a π(a) Q(a), over STOP and each letter; nothing is sampled."""
+    config = enumerating(replace(config, grpo=config.grpo | {"per_device_train_batch_size": 10, **ONE_STEP}))
+    (tmp_path / "run").mkdir()
+    source = Enumerated(config, tasks, Memories({"toy": graph}, config.env), chat, TrajectoryJudge())
+    seen, original = {}, WalkTrainer._compute_loss
+
+    def keep(self, model, inputs):
+        seen["inputs"], seen["trainer"] = dict(inputs), self
+        return original(self, model, inputs)
+
+    WalkTrainer._compute_loss = keep
+    try:
+        train_grpo(config, tmp_path / "run", new_adapter(config), source, Weighing)
+    finally:
+        WalkTrainer._compute_loss = original
+    inputs, trainer = seen["inputs"], seen["trainer"]
+    assert source.log["groups/distinct_trajectories"] == 5.0
+    texts = [chat.read(ids[mask.bool()]) for ids, mask in zip(
+        inputs["completion_ids"], inputs["completion_mask"], strict=True)]  # fmt: skip
+    assert [text.split()[0] for text in texts] == ["STOP", *["EXPAND"] * 4] * 2
+    assert (inputs["tool_mask"] * inputs["completion_mask"]).sum(1).tolist() == [1, 2, 2, 2, 2] * 2
+    trainer.model.zero_grad()
+    original(trainer, trainer.model, inputs).backward()
+    ours = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    trainer.model.zero_grad()
+    expected = 0.0
+    for row in range(10):
+        prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()]
+        said = inputs["completion_ids"][row][inputs["completion_mask"][row].bool()]
+        logits = trainer.model(input_ids=torch.cat([prompt, said])[None]).logits[0].float().log_softmax(-1)
+        logps = logits[len(prompt) - 1 : -1].gather(1, said[:, None]).squeeze(1)
+        decided = inputs["tool_mask"][row][: len(said)].bool()
+        expected = expected + logps[decided].sum().exp() * inputs["advantages"][row]
+    (-5 * expected / inputs["num_items_in_batch"]).backward()
+    theirs = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    scale = max(float(grad.abs().max()) for grad in theirs.values())  # small: a random model hardly acts
+    assert scale > 0 and ours.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        assert torch.allclose(ours[name] / scale, grad / scale, atol=1e-4), name
+
+
+def test_enumerated_groups_have_a_row_for_every_action(config):  # noqa: F811
+    assert enumerating(config).grpo["num_generations"] == config.env.frontier_cap + 1 == 5
+    assert enumerating(config).grpo["per_device_train_batch_size"] == 5
+    for wrong in ({"beta": 0.1}, {"loss_type": "grpo"}):
+        with pytest.raises(ConfigError, match="exact gradient only without grpo.beta"):
+            enumerating(replace(config, grpo=config.grpo | wrong))
 
 
 def test_a_control_has_a_run_of_its_own_with_the_same_start(config, tmp_path):  # noqa: F811

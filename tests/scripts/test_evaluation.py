@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from scipy import stats
 
 from cuewalk.env import EnvConfig, Expand, Gold, Question, RetrievalEnv, Tasks
@@ -27,7 +26,6 @@ from cuewalk.scripts.evaluate import (
     COLUMNS,
     Altered,
     Bench,
-    Marked,
     nearest_threshold,
     no_text,
     other_question,
@@ -386,41 +384,9 @@ def test_the_threshold_of_an_adaptive_search_gives_eight_hits_on_validation(benc
     assert (found, tokens) == (["e0"], 0)
 
 
-def test_a_marked_walk_takes_the_three_lines_that_the_model_marks(bench, tiny_model, monkeypatch):
-    model = load_language_model(str(tiny_model), "float32")
-    env = bench.memories.env(bench.tasks.questions[0])
-    observation, _ = env.reset()
-    ids, shown = bench.chat.first(observation), dict(env.state.frontier)
-    logits = model(torch.tensor([ids])).logits[0]
-    yes, no = bench.chat.verdicts
-    letters = {bench.chat.letters[label]: label for label in shown}
-    says = {
-        letters[id_]: float(logits[at, yes] - logits[at, no])
-        for at, id_ in enumerate(ids)
-        if id_ in letters and bench.chat.tokenizer.decode([ids[at + 1]]) == "\n"
-    }
-    assert says.keys() == shown.keys() and len(says) == 4
-    marks = bench.marks(model, bench.tasks.questions)
-    assert marks[env.question.id].said == pytest.approx([says[label] for label in shown], abs=1e-4)
-    best = sorted(says, key=says.get, reverse=True)[:3]
-    ((walk, tokens),) = bench.take_marked(marks, 0.0, bench.tasks.questions)
-    assert walk.added == tuple(shown[label].entry for label in best) and tokens == len(ids)
-    assert bench.marks(None, bench.tasks.questions) == marks  # read from the run directory
-
-
-def test_marks_are_joined_with_the_scores_shown_and_both_are_rated_by_what_lines_hold(bench):
-    """Scores of the four candidates are cosines .71, 0, 0, 0; e1, the second, holds what is missing."""
-    env = bench.memories.env(bench.tasks.questions[0])
-    env.reset()
-    places = [link.entry for _, link in env.state.frontier]
-    wanted = places.index("e1")
-    said = [float(place == wanted) for place in range(4)]
-    marks = {env.question.id: Marked(tuple(said), 9)}
-    assert bench.reading(marks) == {"marks": 1.0, "score": pytest.approx((0 + 0.5 + 0.5) / 3)}
-    ((walk, _),) = bench.take_marked(marks, 0.0, bench.tasks.questions)
-    assert walk.added[0] == "e1"
-    ((walk, _),) = bench.take_marked(marks, 1.0, bench.tasks.questions)  # log odds 0 of .5, and -9.2
-    assert walk.added[:2] == ("e5", "e1")
+def test_the_scores_shown_are_rated_by_what_their_lines_hold(bench):
+    """Scores of the four candidates are cosines .71, 0, 0, 0; e1, one of the last, holds what is missing."""
+    assert bench.lines_told() == pytest.approx((0 + 0.5 + 0.5) / 3)
 
 
 def test_an_offset_stops_before_the_first_action_where_stop_then_leads():

@@ -32,7 +32,7 @@ def a_run(path, values, seed=0):
                      "distinct_trajectories": 5.0, "seconds": {"warm_start": 60.0, "grpo": 30.0}},
         "stopping": [{"policy": "trained", "auroc": 0.6, "balanced_accuracy": 0.55}],
         "controls": [{"policy": "trained", "control": None, "reward": 0.1}],
-        "reading": [{"marks": 0.7, "score": 0.9}],
+        "lines": [{"order": "reader", "auroc": 0.9}],
         "curves": [{"policy": "trained", "chosen": 0.0, "points": [
             {"offset": 0.0, "entries": 6.0 + seed, "evidence_recall": 0.7, "context_tokens": 90.0}]}],
     }  # fmt: skip
