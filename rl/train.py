@@ -62,6 +62,8 @@ def train(config: Config) -> Path:
     with state.main_process_first():  # the others read what it built
         graphs = load_graphs(config, tasks.conversations, SentenceEncoder(config.encoder))
     fit_order(config, run, tasks, graphs)
+    if not config.warm_start.rows and not arguments.max_steps:  # the order alone
+        return run
     memories = Memories(graphs, config.env, training_rank(config, run, tasks))
     if config.warm_start.rows and not (run / "warm_start" / "adapter_config.json").exists():
         warm_start(config, run, new_adapter(config), chat, teach_rows(config, tasks, memories, chat))

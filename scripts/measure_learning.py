@@ -1,10 +1,11 @@
 """What was learnt, over all runs: seeds averaged by question, folds joined; writes docs/results/learning.{json,md}.
 
 Train and evaluate each run first (`cuewalk train`, `cuewalk evaluate`); this joins what those left in their run
-directories, and asks no model. Other trainings from the first run's warm start (scripts/controls.py) stand beside it:
+directories, and asks no model. What was trained otherwise, from the same warm start (scripts/controls.py) or with
+another order, stands beside them; one a fold, with commas:
 
   python -m cuewalk.scripts.measure_learning checkpoints/locomo_cpu checkpoints/locomo_cpu_b
-    --beside placebo=checkpoints/locomo_cpu_placebo rft=checkpoints/locomo_cpu_rft
+    --beside placebo=checkpoints/locomo_cpu_placebo base_reader=checkpoints/base,checkpoints/base_b
 """
 
 import argparse
@@ -29,6 +30,8 @@ from cuewalk.scripts.results import evaluation_name, interval, markdown_table, t
 ON_ALL = (("trained", "top_k=8"), ("trained", "expand_top=4"), ("expand_top=4", "unread_top=4"),
           ("expand_top=4", "top_k=8"), ("unread_top=4", "top_k=8"), ("ranker", "top_k=8"),
           ("oracle", "stop"), ("oracle", "expand_top=4"))  # fmt: skip
+ORDERED = ("expand_top=1", "expand_top=3", "expand_top=4", "ranker")
+"""Policies without a model that take what their order shows: another order makes others of them."""
 METRICS = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward")
 SHOWN = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward", "entries", "context_tokens", "inference_tokens",
          "ended_malformed", "recall_at_8_c1", "recall_at_8_c2", "recall_at_8_c3", "recall_at_8_c4")  # fmt: skip
@@ -72,18 +75,31 @@ def everyone(runs: Sequence[Run]) -> dict[str, Any]:
     return join(whole, ON_ALL)
 
 
-def beside(run: Run, others: Mapping[str, Run]) -> dict[str, Any]:
-    """Return rows and comparisons of one run's policies and of what was trained otherwise from its warm start."""
-    measured = [run[1][run[1]["policy"].isin(("warm_start", "warm_start+offset", "trained", "trained+offset"))]]
-    for name, (_, own) in others.items():
-        renamed = own["policy"].map({"trained": name, "trained+offset": f"{name}+offset"})
-        measured.append(own.assign(policy=renamed).dropna(subset="policy"))
+def beside(runs: Sequence[Run], others: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+    """Return rows and comparisons of the runs' policies and of what was trained otherwise, fold by fold.
+
+    Others' policies have their name in front. Those of `ORDERED` are left out where the order is the runs' own.
+    """
+    kept = ("warm_start", "warm_start+offset", "trained", "trained+offset", *ORDERED)
+    folds = list[Run]()
+    for fold in range(min(map(len, others.values()))):
+        measured = [runs[fold][1][runs[fold][1]["policy"].isin(kept)]]
+        for name, given in others.items():
+            told = {"trained": name, "trained+offset": f"{name}+offset"} | {of: f"{name} {of}" for of in ORDERED}
+            other = given[fold][1]
+            measured.append(other.assign(policy=other["policy"].map(told)).dropna(subset="policy"))
+        folds.append(({"curves": []}, pd.concat(measured)))
     pairs = [(f"trained{end}", f"{name}{end}") for name in others for end in ("", "+offset")]
-    found = join([({"curves": []}, pd.concat(measured))], pairs)
-    runs = [{"name": name, "command": result["command"], "training": result["training"],
-             "validation": next(row["reward"] for row in result["controls"] if row["policy"] == "trained")}
-            for name, (result, _) in {"trained": run, **others}.items()]  # fmt: skip
-    return {"rows": found["rows"], "comparisons": found["comparisons"], "runs": runs}
+    found = join(folds, [*pairs, *((of, f"{name} {of}") for name in others for of in ORDERED)])
+    differ = {pair["b"] for pair in found["comparisons"] if any(pair["by_conversation"].values())}
+    shown = [row for row in found["rows"] if " " not in row["policy"] or row["policy"] in differ]
+    pairs_shown = [pair for pair in found["comparisons"] if " " not in pair["b"] or pair["b"] in differ]
+    told_runs = [
+        {"name": name, "command": result["command"], "training": result["training"],
+         "validation": next((row["reward"] for row in result["controls"] if row["policy"] == "trained"), None)}
+        for name, given in {"trained": runs, **others}.items() for result, _ in given
+    ]  # fmt: skip
+    return {"rows": shown, "comparisons": pairs_shown, "runs": told_runs}
 
 
 def join(runs: Sequence[Run], pairs: Sequence[tuple[str, str]]) -> dict[str, Any]:
@@ -173,13 +189,17 @@ def _beside_text(result: dict[str, Any]) -> list[str]:
         return []
     own = result["beside"]
     return [
-        "## Trained otherwise from the same warm start",
-        f"By `python -m cuewalk.scripts.controls` from the warm start of `{result['runs'][0]['name']}`, on the same "
+        "## Trained otherwise",
+        "From the same warm start by `python -m cuewalk.scripts.controls`, or with another order; on the same "
         "questions; `+offset` is chosen on validation for each.",
         table(own["rows"], ("policy", "n", *SHOWN)),
         _pairs(own["comparisons"]),
         "Mean reward on validation with the offset on STOP that is best there, and what trained and measured it:",
-        "\n".join(f"- `{run['name']}` {run['validation']:.3f}: `{run['command']}`" for run in own["runs"]),
+        "\n".join(
+            f"- `{run['name']}` {'–' if run['validation'] is None else format(run['validation'], '.3f')}: "
+            f"`{run['command']}`"
+            for run in own["runs"]
+        ),
     ]
 
 
@@ -217,16 +237,17 @@ def main() -> None:
     """Read the command line, join the runs, write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="run directories that were evaluated")
-    parser.add_argument(
-        "--beside", nargs="*", default=[], metavar="NAME=RUN", help="trained from the first one's start"
-    )
+    parser.add_argument("--beside", nargs="*", default=[], metavar="NAME=RUN,…", help="trained otherwise, one a fold")
     parser.add_argument("--part", default="test", choices=("val", "test"))
     parser.add_argument("--out", type=Path, default=Path("docs/results/learning"), help="folder and name of the files")
     options = parser.parse_args()
     named = dict(pair.partition("=")[::2] for pair in options.beside)
     try:
         whole = [read_run(run, options.part) for run in options.runs]
-        others = {name: asked_alone(read_run(Path(run), options.part)) for name, run in named.items()}
+        others = {
+            name: [asked_alone(read_run(Path(run), options.part)) for run in given.split(",")]
+            for name, given in named.items()
+        }
     except DataError as error:
         parser.error(str(error))
     runs = [asked_alone(run) for run in whole]
@@ -246,7 +267,7 @@ def main() -> None:
     if any(own["data"]["asked"] != "all" for own, _ in whole):  # else it says the same again
         result["everyone"] = everyone(whole)
     if others:
-        result["beside"] = beside(runs[0], others)
+        result["beside"] = beside(runs, others)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     options.out.with_suffix(".md").write_text(markdown(result), encoding="utf-8")

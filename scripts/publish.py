@@ -20,7 +20,7 @@ LICENCES = {
 """What a policy was trained on (`data.source`) -> the licence that follows for its weights, and a note."""
 
 MEASURES = ("n", "recall_at_8", "recall_at_300t", "reward", "entries", "context_tokens")
-SHOWN = ("encoder", "env", "judge", "warm_start", "sampling", "grpo", "sft", "lora")
+SHOWN = ("encoder", "env", "judge", "reading", "warm_start", "sampling", "grpo", "sft", "lora")
 
 CARD = """---
 {front}

@@ -251,6 +251,14 @@ def test_the_whole_job_as_a_user_launches_it(tmp_path, tiny_model):
     run("cuewalk.scripts.cli", "export", str(tmp_path / "run"), str(tmp_path / "policy"))
     assert (tmp_path / "policy" / "policy.json").exists()
     assert (tmp_path / "policy" / "reader" / "adapter_model.safetensors").exists()
+    order = ("warm_start.rows=0", "grpo.max_steps=0", f"run_dir={tmp_path / 'order'}")
+    run("cuewalk.scripts.cli", "train", "--config", str(path), *order)  # the order alone, and what it is worth
+    assert {part.name for part in (tmp_path / "order").iterdir() if part.is_dir()} == {"reader", "reading"}
+    run("cuewalk.scripts.cli", "evaluate", "--config", str(path), *order, "evaluation.policies=[]")
+    alone = json.loads((tmp_path / "order" / "evaluation.json").read_text())
+    assert {row["policy"] for row in alone["rows"]} == walked | {f"top_k={k}" for k in (5, 8, 10, 20)} | {
+        "adaptive_k=gap", "adaptive_k=threshold", "unread_top=3", "unread_top=4",
+    }  # fmt: skip
     memory = next((tmp_path / "memory").iterdir())
     told = run("cuewalk.scripts.cli", "retrieve", str(tmp_path / "policy"), str(memory), "Where?", "--order-only")
     assert "Ended: budget" in told.stdout

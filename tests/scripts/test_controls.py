@@ -168,9 +168,13 @@ def test_a_control_has_a_run_of_its_own_with_the_same_start(config, tmp_path):  
     (source / "warm_start").mkdir(parents=True)
     (source / "warm_start" / "adapter_config.json").write_text("{}")
     (source / "ranker.json").write_text("{}")
+    for part in ("reader", "blind/0/reader"):
+        (source / part).mkdir(parents=True)
+        (source / part / "adapter_config.json").write_text("{}")
     run = prepare(source, config)
     assert run == tmp_path / "run" and (run / "warm_start" / "adapter_config.json").exists()
     assert (run / "ranker.json").exists() and (run / "config.json").exists() and not (run / "trained").exists()
+    assert all((run / part / "adapter_config.json").exists() for part in ("reader", "blind/0/reader"))
     with pytest.raises(ConfigError, match="other settings"):
         prepare(source, replace(config, seed=5))
 

@@ -289,9 +289,10 @@ def test_a_report_shows_losses_as_plainly_as_gains():
         "rows": [row, replace_policy(row, "stop")],
         "comparisons": [{"metric": "reward", "a": "trained", "b": "stop", "n": 2,
                          **compare({"q": -0.1, "r": -0.1}, {"q": 0.0, "r": 0.0}, {"q": "x", "r": "y"})}],
-        "training": {},
+        "training": {}, "lines": [{"order": "ranker", "auroc": 0.75}],
     }  # fmt: skip
     text = markdown(result)
+    assert "| ranker | 0.750 |" in text
     wide = result | {"rows": [row | {"recall_at_8_c10": 0.25, "recall_at_8_clean": 0.5}]}
     assert "| policy | n | c4 | c10 | clean |" in markdown(wide)
     assert "| trained | 2 | 0.500 | – | – | -0.100 |" in text
@@ -455,4 +456,7 @@ def test_walks_are_kept_under_all_that_decides_them(graph, conversation, questio
                replace(config, memory=replace(config.memory, nearest=3)),
                replace(config, sampling=SamplingConfig(max_action_tokens=9))]  # fmt: skip
     (tmp_path / "ranker.json").write_bytes(b"other")
-    assert len({first, of(config), *map(of, changed)}) == 2 + len(changed)
+    another = of(config)
+    (tmp_path / "reader").mkdir()
+    (tmp_path / "reader" / "adapter_model.safetensors").write_bytes(b"reader")
+    assert len({first, another, of(config), *map(of, changed)}) == 3 + len(changed)

@@ -89,11 +89,35 @@ def test_other_trainings_stand_beside_the_run_whose_warm_start_they_share(runs, 
     monkeypatch.setattr(sys, "argv", arguments)
     main()
     found = json.loads(out.with_suffix(".json").read_text())["beside"]
-    assert [(row["policy"], row["recall_at_8"]) for row in found["rows"]] == [("trained", 0.5), ("placebo", 0.0)]
+    shown = {row["policy"]: row["recall_at_8"] for row in found["rows"]}
+    assert shown == {"trained": 0.5, "placebo": 0.0, "ranker": 0.5}  # one order, and so one ranker's row
     (recall,) = [c for c in found["comparisons"] if c["metric"] == "recall_at_8"]
     assert (recall["a"], recall["b"], recall["difference"]) == ("trained", "placebo", 0.5)
     assert [(run["name"], run["validation"]) for run in found["runs"]] == [("trained", 0.1), ("placebo", 0.1)]
     assert "| recall_at_8 | trained − placebo | +0.500 |" in out.with_suffix(".md").read_text()
+
+
+def test_another_order_stands_beside_the_runs_fold_by_fold(runs, tmp_path, monkeypatch):
+    same, other = {"a:1": 0.5, "a:2": 0.5}, {"a:1": 0.5, "a:2": 0.0}
+    a_run(tmp_path / "base", {"ranker": other, "expand_top=4": same})
+    a_run(tmp_path / "base_b", {"ranker": {"b:1": 0.25}, "expand_top=4": {"b:1": 0.5}})
+    for run, order in ((runs[0], same), (runs[2], {"b:1": 0.5})):
+        rows = pd.read_csv(run / "measures_test.csv")
+        more = rows[rows["policy"] == "ranker"].assign(policy="expand_top=4")
+        pd.concat([rows, more]).to_csv(run / "measures_test.csv", index=False)
+        assert len(more) == 6 * len(order)
+    out = tmp_path / "learning"
+    base = f"base={tmp_path / 'base'},{tmp_path / 'base_b'}"
+    monkeypatch.setattr(
+        sys, "argv", ["measure_learning", str(runs[0]), str(runs[2]), "--out", str(out), "--beside", base]
+    )
+    main()
+    found = json.loads(out.with_suffix(".json").read_text())["beside"]
+    shown = {row["policy"]: row["recall_at_8"] for row in found["rows"]}
+    # The first four of both are the same; the ranker's differ by (0 + .5) / 2 on a, .25 on b.
+    assert shown == {"trained": pytest.approx(2 / 3), "ranker": 0.5, "expand_top=4": 0.5, "base ranker": 0.25}
+    (recall,) = [pair for pair in found["comparisons"] if pair["metric"] == "recall_at_8"]
+    assert (recall["a"], recall["b"], recall["by_conversation"]) == ("ranker", "base ranker", {"a": 0.25, "b": 0.25})
 
 
 def test_all_questions_are_for_policies_without_a_model(tmp_path):
