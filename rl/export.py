@@ -1,7 +1,6 @@
 """Exporting a trained policy, and using it: `Retriever` needs neither trl nor vllm."""
 
 import asyncio
-import hashlib
 import json
 import tempfile
 from collections.abc import Sequence
@@ -38,14 +37,15 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
     """Write a run's trained policy into a new directory.
 
     It holds `adapter/` (PEFT), `merged/` (a plain model, in the configured dtype), the tokenizer in both, `reader/`
-    (PEFT) where one was trained, and `policy.json`: grammar and renderer version, configuration and its digest, digest
-    of the base weights.
+    (PEFT) where one was trained, and `policy.json`: grammar and renderer version, configuration, digest of the base
+    weights. Of a run that has no policy (yet), its order alone, for `Retriever.from_pretrained(…, order_only=True)`.
 
-    An ExportError if the run has no trained adapter, or `out` is not empty, or can't be written: all of it, or nothing.
+    An ExportError if the run has neither, or `out` is not empty, or can't be written: all of it, or nothing.
     """
     run, out = Path(run), Path(out)
-    if not (run / "trained" / "adapter_config.json").exists():
-        raise ExportError(f"no trained adapter in {run}; train first with `cuewalk train --config …`")
+    trained = (run / "trained" / "adapter_config.json").exists()
+    if not trained and not (run / "ranker.json").exists():
+        raise ExportError(f"no trained adapter and no order in {run}; train first with `cuewalk train --config …`")
     if out.exists() and any(out.iterdir()):
         raise ExportError(f"{out} is not empty; nothing was overwritten. Choose a new directory")
     from peft import PeftModel
@@ -55,37 +55,36 @@ def export_policy(run: str | Path, out: str | Path, *, merged: bool = True) -> P
     tokenizer = load_tokenizer(config.model)
     base = load_language_model(config.model, config.dtype, device="cpu")
     data, sampling = replace(config.data, path=None), replace(config.sampling, server=None)
+    # Without the places of this machine:
     own = replace(config, run_dir=Config.run_dir, memory_dir=Config.memory_dir, data=data, sampling=sampling)
-    tree = config_tree(own)  # without the places of this machine
-    policy: dict[str, Any] = {
-        "grammar": GRAMMAR,
-        "renderer": RENDERER,
-        "base": config.model,
-        "base_digest": weights_digest(base),
-        "config_digest": hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest(),
-        "config": tree,
-        "data": config.data.source,
-    }
-    model, chat = PeftModel.from_pretrained(base, str(run / "trained")), Chat(tokenizer)
-    reads = config.env.order == "reader" and config.reading.epochs
-    if reads:
-        model.load_adapter(str(run / "reader"), "reader")  # is not active
-    for adapter in model.peft_config.values():
-        adapter.base_model_name_or_path = config.model  # not this machine's path
-    # How likely an action is to this policy, by which a server is known to have it:
-    asked, said = chat.first(INSTRUCTION), chat.action("STOP")
-    with torch.no_grad():
-        (logps,), _ = score_plainly(model, [torch.tensor(asked)], [torch.tensor(said)], [torch.ones(len(said)).bool()])
-    policy["probe"] = {"asked": asked, "said": said, "logps": logps.tolist()}
+    policy: dict[str, Any] = {"grammar": GRAMMAR, "renderer": RENDERER, "base": config.model,
+                              "base_digest": weights_digest(base), "config": config_tree(own)}  # fmt: skip
+    adapters = {"adapter": run / "trained"} if trained else {}
+    if config.env.order == "reader" and config.reading.epochs:
+        adapters["reader"] = run / "reader"
+    model = base
+    for name, path in adapters.items():  # the first is the active one
+        if model is not base:
+            model.load_adapter(str(path), name)
+        model = PeftModel.from_pretrained(base, str(path), name) if model is base else model
+        model.peft_config[name].base_model_name_or_path = config.model  # not this machine's path
+    if trained:  # how likely an action is to this policy, by which a server is known to have it
+        asked, said = (chat := Chat(tokenizer)).first(INSTRUCTION), chat.action("STOP")
+        with torch.no_grad():
+            rows = [torch.tensor(asked)], [torch.tensor(said)], [torch.ones(len(said)).bool()]
+            (logps,), _ = score_plainly(model, *rows)
+        policy["probe"] = {"asked": asked, "said": said, "logps": logps.tolist()}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
             new = Path(folder) / "policy"
-            model.save_pretrained(new / "adapter", selected_adapters=["default"])
-            if reads:
-                model.save_pretrained(new, selected_adapters=["reader"])  # in a folder of that name
-            tokenizer.save_pretrained(new / "adapter")
-            if merged:
+            new.mkdir()
+            if adapters:
+                model.save_pretrained(new)  # each in a folder of its name,
+                (new / "README.md").unlink()  # and an empty card
+            if trained:
+                tokenizer.save_pretrained(new / "adapter")
+            if trained and merged:
                 model.merge_and_unload().save_pretrained(new / "merged")
                 tokenizer.save_pretrained(new / "merged")
             if ranker is not None:
@@ -196,6 +195,10 @@ class Retriever:
             raise ExportError(f"{path} was trained on other weights than {base or name!r} has here; pass base=")
         if order_only:
             return cls(None, None, config, rank, None, timeout, fallback, order_only=True)
+        if not (path / "adapter").is_dir():
+            raise ExportError(
+                f"{path} holds an order without a policy: pass order_only=True, or train one and export it"
+            )
         chat = Chat(load_tokenizer(str(path / "adapter")))
         if server is not None:
             asked = _checked(server, timeout, path, policy.get("probe"), config)
@@ -239,8 +242,7 @@ class Retriever:
             budget, price = own.budget if budget is None else budget, own.price if price is None else price
             rules = replace(own, budget=budget, price=price)
         except ValidationError as error:
-            given = f"budget = {budget!r}" + (f", price = {price!r}" if price is not None else "")
-            raise ExportError(f"{given}: {error.errors()[0]['msg']}") from error
+            raise ExportError(f"budget = {budget!r}, price = {price!r}: {error.errors()[0]['msg']}") from error
         views = [(graph.snapshot(), text) for graph, text in asked]
         questions = [(graph, Question("question", graph.conversation.id, text)) for graph, text in views]
         try:

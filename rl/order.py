@@ -92,9 +92,7 @@ def readings(config: Config, parts: Mapping[Path, Sequence[str]]) -> dict[str, R
     return found
 
 
-def reading_rows(
-    config: Config, tasks: Tasks, graphs: Mapping[str, MemoryGraph], ranker: Ranker
-) -> list[list[dict[str, Any]]]:
+def reading_rows(config: Config, tasks: Tasks, graphs: Mapping[str, MemoryGraph], ranker: Ranker) -> list[list[Any]]:
     """Return what a reader learns from, `reading.epochs` rows a question: a candidate that holds evidence, then others.
 
     Of each candidate: `input_ids` of its text and the question, and the `positions` and `targets` of the question's.

@@ -67,7 +67,8 @@ def write_card(run: Path, policy_dir: Path) -> Path:
     No folder of this machine is named in it.
     """
     policy = json.loads((policy_dir / "policy.json").read_text(encoding="utf-8"))
-    base, source, tree = policy["base"], policy["data"], policy["config"]
+    base, tree = policy["base"], policy["config"]
+    source = tree["data"]["source"]
     hub = PACKAGED[base][2] if base in PACKAGED else base
     local = hub.count("/") != 1 or Path(hub).exists()
     licence, note = LICENCES.get(source, (None, "conversations of its maker's, whose terms are for its maker to state"))

@@ -17,13 +17,14 @@ from cuewalk.env import EnvConfig, RetrievalEnv
 from cuewalk.env.render import RENDERER
 from cuewalk.memory.models import load_language_model, load_tokenizer
 from cuewalk.rl import Config, ExportError, Retriever, export_policy
+from cuewalk.rl.adapters import new_adapter
 from cuewalk.rl.config import EvaluationConfig
-from cuewalk.rl.export import GRAMMAR
+from cuewalk.rl.data import rank_of
+from cuewalk.rl.export import GRAMMAR, _config
 from cuewalk.rl.ranker import FEATURES, Ranker
 from cuewalk.rl.reading import Reading
 from cuewalk.rl.run import open_run
 from cuewalk.rl.sampler import TransformersSampler
-from cuewalk.rl.train import new_adapter
 from cuewalk.rl.vllm_sampler import SamplerError
 from tests.memory.test_vllm import serving
 from tests.rl.test_vllm_sampler import real
@@ -85,7 +86,7 @@ def test_an_export_names_what_it_is_bound_to_and_no_path_of_this_machine(run, tm
     path, _ = run
     out = export_policy(path, tmp_path / "policy", merged=False)
     policy = json.loads((out / "policy.json").read_text())
-    assert {"grammar", "renderer", "base", "base_digest", "config_digest", "config"} <= set(policy)
+    assert {"grammar", "renderer", "base", "base_digest", "config"} <= set(policy)
     assert not (out / "merged").exists()
     adapter = json.loads((out / "adapter" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == policy["base"]
@@ -131,6 +132,28 @@ def test_an_export_carries_the_ranker_that_orders_its_candidates(run, tmp_path, 
     retriever = Retriever.from_pretrained(export_policy(path, tmp_path / "other", merged=False))
     assert retriever.rank == ranker
     assert retriever.retrieve(graph, "trip").entries
+
+
+def test_an_order_alone_is_exported_and_says_that_it_is_one(run, tmp_path, graph, monkeypatch):
+    path, _ = run
+    (path / "trained").rename(tmp_path / "apart")
+    with pytest.raises(ExportError, match="no trained adapter and no order in"):
+        export_policy(path, tmp_path / "none")
+    kept = json.loads((path / "config.json").read_text())
+    kept["config"] |= {"env": kept["config"]["env"] | {"order": "reader"}, "reading": {"epochs": 1}}
+    (path / "config.json").write_text(json.dumps(kept))
+    Ranker(("segment",), tuple([0.0] * len(FEATURES) + [1.0]), -1.0, (1.0, 0.1, 0.0)).save(path / "ranker.json")
+    (tmp_path / "apart").rename(path / "reader")  # any adapter can read
+    monkeypatch.setattr("cuewalk.rl.reading.cache_dir", lambda: tmp_path / "cache")
+    out = export_policy(path, tmp_path / "order")
+    assert sorted(part.name for part in out.iterdir()) == ["policy.json", "ranker.json", "reader"]
+    config = json.loads((out / "reader" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == json.loads((out / "policy.json").read_text())["base"]
+    retriever = Retriever.from_pretrained(out, order_only=True)
+    assert retriever.rank.digest == rank_of(_config(kept["config"]), path).digest
+    assert retriever.retrieve(graph, "trip", budget=1).ending == "budget"
+    with pytest.raises(ExportError, match="holds an order without a policy: pass order_only=True"):
+        Retriever.from_pretrained(out)
 
 
 def test_a_reader_of_other_weights_is_refused_though_no_policy_is_asked(run, tmp_path, tiny_model, monkeypatch):
@@ -187,7 +210,7 @@ def test_nothing_is_overwritten_and_nothing_is_exported_from_nothing(run, tmp_pa
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(ExportError, match="is not empty; nothing was overwritten"):
         export_policy(path, tmp_path / "mine")
-    with pytest.raises(ExportError, match="no trained adapter in .*train first"):
+    with pytest.raises(ExportError, match="no trained adapter and no order in .*train first"):
         export_policy(tmp_path, tmp_path / "out")
     with pytest.raises(ExportError, match=r"policy.json is missing. Make one with `cuewalk export`"):
         Retriever.from_pretrained(tmp_path / "mine")

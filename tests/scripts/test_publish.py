@@ -10,7 +10,7 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 
 from cuewalk.memory.models import PACKAGED
 from cuewalk.rl import Config, ExportError
-from cuewalk.rl.config import config_tree
+from cuewalk.rl.config import DataConfig, config_tree
 from cuewalk.scripts.publish import push_policy, write_card
 
 ROW = {"policy": "trained", "n": 98, "recall_at_8": 0.75923, "recall_at_300t": 0.7, "reward": None, "entries": 5.5}
@@ -23,13 +23,13 @@ def written(tmp_path):
     def write(base="smollm2-135m", source="synthetic", results=True):
         out = tmp_path / "my-policy"
         out.mkdir(exist_ok=True)
-        tree = config_tree(Config(model=base, run_dir="/secret/run", memory_dir="/secret/memory"))
+        data = DataConfig(source=source, path="/secret/data")
+        tree = config_tree(Config(model=base, run_dir="/secret/run", memory_dir="/secret/memory", data=data))
         policy = {
             "base": base,
             "base_digest": "f" * 64,
             "grammar": "1",
             "renderer": "2",
-            "data": source,
             "config": tree,
         }
         (out / "policy.json").write_text(json.dumps(policy))
