@@ -37,10 +37,10 @@ SHOWN = ("recall_at_8", "recall_at_300t", "evidence_recall", "reward", "entries"
          "ended_malformed", "recall_at_8_c1", "recall_at_8_c2", "recall_at_8_c3", "recall_at_8_c4")  # fmt: skip
 PAIRS = (
     ("trained", "top_k=8"), ("trained", "expand_top=4"), ("trained", "unread_top=4"), ("trained", "ranker"),
-    ("trained", "warm_start"), ("expand_top=4", "unread_top=4"), ("unread_top=4", "top_k=8"),
-    ("trained+offset", "warm_start+offset"), ("trained+offset", "expand_top=4"), ("warm_start+offset", "expand_top=4"),
-    ("expand_top=4", "top_k=8"),
-    ("ranker", "top_k=8"), ("oracle", "trained"),
+    ("trained", "warm_start"), ("expand_top=4", "unread_top=4"), ("expand_top=3", "unread_top=3"),
+    ("unread_top=4", "top_k=8"), ("trained+offset", "warm_start+offset"), ("trained+offset", "expand_top=4"),
+    ("warm_start+offset", "expand_top=4"), ("expand_top=4", "top_k=8"), ("ranker", "top_k=8"),
+    ("oracle", "trained"), ("oracle", "expand_top=4"),
 )  # fmt: skip
 
 
@@ -150,16 +150,8 @@ def markdown(result: dict[str, Any]) -> str:
         "By question, averaged within each conversation; 95% interval by t over the conversations, and beside it the "
         "bootstrap over questions within conversations.",
         _pairs(result["comparisons"]),
-        "## Knowing when to stop",
-        "At the first state: does the margin of STOP tell whether the evidence is complete? Beside it the rule on the "
-        "best candidate's score; thresholds from validation.",
-        table([row | {"run": run["name"]} for run in result["runs"] for row in run["stopping"]],
-              ("run", "policy", "auroc", "balanced_accuracy")),
-        "## Does it read?",
-        "Best mean reward on validation over all offsets on STOP: with everything shown, with the candidates' text "
-        "blanked, and with another question asked. A policy that reads loses by both.",
-        table([row | {"run": run["name"], "sees": row["control"] or "everything"}
-               for run in result["runs"] for row in run["controls"]], ("run", "policy", "sees", "reward")),
+        *_models_text(result["runs"]),
+        "## What the order tells",
         "How well the scores at the lines of the first states tell which hold missing evidence (AUROC over all lines).",
         table([row | {"run": run["name"]} for run in result["runs"] for row in run["lines"]],
               ("run", "order", "auroc")),
@@ -167,11 +159,28 @@ def markdown(result: dict[str, Any]) -> str:
         *_everyone_text(result),
         "## Runs",
         table([{"run": run["name"], **run["data"], "seed": run["seeds"][0], "commit": run["commit"], **run["training"],
-                **{f"{stage}_seconds": seconds for stage, seconds in run["training"]["seconds"].items()}}
+                **{f"{stage}_seconds": seconds for stage, seconds in run["training"].get("seconds", {}).items()}}
                for run in result["runs"]],
               ("run", "split", "seed", "n_asked", "grpo_steps", "groups", "groups_live", "groups_per_hour",
-               "distinct_trajectories", "warm_start_seconds", "grpo_seconds", "commit")),
+               "distinct_trajectories", "reading_seconds", "warm_start_seconds", "grpo_seconds", "commit")),
     ]) + "\n"  # fmt: skip
+
+
+def _models_text(runs: Sequence[dict[str, Any]]) -> list[str]:
+    if not any(run["stopping"] for run in runs):  # orders alone
+        return []
+    return [
+        "## Knowing when to stop",
+        "At the first state: does the margin of STOP tell whether the evidence is complete? Beside it the rule on the "
+        "best candidate's score; thresholds from validation.",
+        table([row | {"run": run["name"]} for run in runs for row in run["stopping"]],
+              ("run", "policy", "auroc", "balanced_accuracy")),
+        "## Does it read?",
+        "Best mean reward on validation over all offsets on STOP: with everything shown, with the candidates' text "
+        "blanked, and with another question asked. A policy that reads loses by both.",
+        table([row | {"run": run["name"], "sees": row["control"] or "everything"}
+               for run in runs for row in run["controls"]], ("run", "policy", "sees", "reward")),
+    ]  # fmt: skip
 
 
 def _everyone_text(result: dict[str, Any]) -> list[str]:
@@ -220,7 +229,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     for axes, (of, title) in zip(panels, cost.items(), strict=True):
         search = rows[rows["policy"].str.startswith("top_k")].sort_values(of)
         axes.plot(search[of], search["evidence_recall"], color="0.6", marker=".", label="search, top k")
-        for policy, own in curves.groupby("policy"):
+        for policy, own in curves.groupby("policy") if len(curves) else ():
             line = own.sort_values(of)
             axes.plot(line[of], line["evidence_recall"], label=f"{policy}, by offset on STOP")
         for place, row in enumerate(rows.drop(search.index).to_dict("records")):
