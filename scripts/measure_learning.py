@@ -84,10 +84,7 @@ def beside(runs: Sequence[Run], others: Mapping[str, Sequence[Run]]) -> dict[str
     folds = list[Run]()
     for fold in range(min(map(len, others.values()))):
         measured = [runs[fold][1][runs[fold][1]["policy"].isin(kept)]]
-        for name, given in others.items():
-            told = {"trained": name, "trained+offset": f"{name}+offset"} | {of: f"{name} {of}" for of in ORDERED}
-            other = given[fold][1]
-            measured.append(other.assign(policy=other["policy"].map(told)).dropna(subset="policy"))
+        measured += [_renamed(name, given[fold][1]) for name, given in others.items()]
         folds.append(({"curves": []}, pd.concat(measured)))
     pairs = [(f"trained{end}", f"{name}{end}") for name in others for end in ("", "+offset")]
     found = join(folds, [*pairs, *((of, f"{name} {of}") for name in others for of in ORDERED)])
@@ -100,6 +97,20 @@ def beside(runs: Sequence[Run], others: Mapping[str, Sequence[Run]]) -> dict[str
         for name, given in {"trained": runs, **others}.items() for result, _ in given
     ]  # fmt: skip
     return {"rows": shown, "comparisons": pairs_shown, "runs": told_runs}
+
+
+def _renamed(name: str, measured: pd.DataFrame) -> pd.DataFrame:
+    told = {"trained": name, "trained+offset": f"{name}+offset"} | {of: f"{name} {of}" for of in ORDERED}
+    return measured.assign(policy=measured["policy"].map(told)).dropna(subset="policy")
+
+
+def by_question(measured: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Return one row a question, one column a policy and measure: so that anybody can make the intervals again."""
+    whole = pd.concat(measured)
+    whole = whole[whole["measure"].isin((*METRICS, "entries", "context_tokens"))]
+    wide = whole.pivot_table("value", ["conversation", "question"], ["policy", "measure"])
+    wide.columns = [" ".join(names) for names in wide.columns]
+    return wide.round(6)
 
 
 def join(runs: Sequence[Run], pairs: Sequence[tuple[str, str]]) -> dict[str, Any]:
@@ -281,7 +292,10 @@ def main() -> None:
     options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     options.out.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
     plot(result, options.out.with_name(f"{options.out.name}_curves.png"))
-    print(f"written to {options.out}.json, .md and _curves.png")
+    measured = [own for _, own in whole] + [_renamed(name, own) for name, given in others.items() for _, own in given]
+    table_file = options.out.with_name(f"{options.out.name}_questions.csv.gz")
+    by_question(measured).to_csv(table_file, compression={"method": "gzip", "mtime": 0})
+    print(f"written to {options.out}.json, .md, _curves.png and _questions.csv.gz")
 
 
 if __name__ == "__main__":

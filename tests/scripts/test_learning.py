@@ -118,6 +118,13 @@ def test_another_order_stands_beside_the_runs_fold_by_fold(runs, tmp_path, monke
     assert shown == {"trained": pytest.approx(2 / 3), "ranker": 0.5, "expand_top=4": 0.5, "base ranker": 0.25}
     (recall,) = [pair for pair in found["comparisons"] if pair["metric"] == "recall_at_8"]
     assert (recall["a"], recall["b"], recall["by_conversation"]) == ("ranker", "base ranker", {"a": 0.25, "b": 0.25})
+    wide = pd.read_csv(tmp_path / "learning_questions.csv.gz", index_col=["conversation", "question"])
+    assert wide["base ranker recall_at_8"].dropna().to_dict() == {
+        ("a", "a:1"): 0.5,
+        ("a", "a:2"): 0.0,
+        ("b", "b:1"): 0.25,
+    }
+    assert wide.loc[("a", "a:unasked"), "trained recall_at_8"] == 0.0
 
 
 def test_all_questions_are_for_policies_without_a_model(tmp_path):
