@@ -10,11 +10,10 @@ from cuewalk.memory.models import load_language_model
 from cuewalk.rl.config import Config
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""Every linear module of Llama-like models (Memora's choice); set lora.target_modules for others."""
 
 
 def new_adapter(config: Config) -> Any:
-    """Return the base model with a fresh LoRA adapter, dropout 0."""
+    """Return the base model with a fresh LoRA adapter, dropout 0; lora.target_modules names others than LINEAR's."""
     base = load_language_model(config.model, config.dtype)
     defaults = {"r": 16, "lora_alpha": 32, "target_modules": LINEAR, "task_type": "CAUSAL_LM"}
     torch.manual_seed(config.seed)

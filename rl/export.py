@@ -242,7 +242,8 @@ class Retriever:
             budget, price = own.budget if budget is None else budget, own.price if price is None else price
             rules = replace(own, budget=budget, price=price)
         except ValidationError as error:
-            raise ExportError(f"budget = {budget!r}, price = {price!r}: {error.errors()[0]['msg']}") from error
+            given = f"budget = {budget!r}" + (f", price = {price!r}" if price is not None else "")
+            raise ExportError(f"{given}: {error.errors()[0]['msg']}") from error
         views = [(graph.snapshot(), text) for graph, text in asked]
         questions = [(graph, Question("question", graph.conversation.id, text)) for graph, text in views]
         try:

@@ -437,7 +437,7 @@ def test_without_a_policy_search_answers_and_says_so(graph):
 
 @pytest.mark.parametrize(("budget", "message"), [(-1, "greater than or equal to 0"), (99, "lower one of them")])
 def test_a_budget_that_is_not_allowed_is_refused(graph, budget, message):
-    with pytest.raises(ExportError, match=f"budget = {budget}, .*{message}"):
+    with pytest.raises(ExportError, match=f"budget = {budget}: .*{message}"):
         Retriever.without_policy().retrieve(graph, "dog", budget=budget)
     with pytest.raises(ExportError, match="price = 0.02: this policy was trained without prices"):
         Retriever.without_policy().retrieve(graph, "dog", price=0.02)
